@@ -1,0 +1,57 @@
+"""The door: what we promise to keep, lazy, so that importing the host half imports no torch.
+
+Read in this order: request, scheduler, slots, forward, engine.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.config import RolloutConfig
+    from rollout.engine import RolloutEngine
+    from rollout.errors import (
+        ConfigError,
+        EngineBusy,
+        EngineClosed,
+        OutOfPages,
+        RequestError,
+        RolloutError,
+        Unsupported,
+        UnsupportedModel,
+        UnsupportedTrainer,
+    )
+    from rollout.request import Completion, FinishReason, Request, SamplingParams
+
+__all__ = [
+    "Completion",
+    "ConfigError",
+    "EngineBusy",
+    "EngineClosed",
+    "FinishReason",
+    "OutOfPages",
+    "Request",
+    "RequestError",
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutError",
+    "SamplingParams",
+    "Unsupported",
+    "UnsupportedModel",
+    "UnsupportedTrainer",
+]
+
+_HOMES = {
+    "RolloutConfig": "config",
+    "RolloutEngine": "engine",
+    "Completion": "request",
+    "FinishReason": "request",
+    "Request": "request",
+    "SamplingParams": "request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home on first use (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)

@@ -1,0 +1,144 @@
+"""Lends paged KV to a transformers model through its attention interface, without editing it.
+
+Shape letters: T packed tokens, H query heads, K key/value heads, D head size, L lanes, P pages of
+a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rollout.errors import UnsupportedModel
+from rollout.kernels.paged_attention import attend, gather_kv, store_kv
+from rollout.kv_cache import KVCache
+
+PAGED_ATTENTION = "twinslot_paged"
+
+# What models hand to an attention function and what does not change its result here.
+_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"})
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring packed tokens of one row: the queries of one prefill segment.
+
+    Attributes:
+        lane: The row's lane.
+        start: Index of the first in the packed tokens.
+        stop: Index behind the last.
+        context: Tokens that the last query sees, itself included.
+    """
+
+    lane: int
+    start: int
+    stop: int
+    context: int
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """What a layer needs in order to attend over pages; travels as a keyword of the forward.
+
+    Attributes:
+        kv_cache: Where keys and values lie.
+        block_table_LP: Page ids of each lane, int64.
+        lanes_T: Lane of each token, int64.
+        positions_T: Position of each token, int64.
+        max_context: Longest context among the tokens, itself included.
+        runs: Prefill segments; `None` where every token is a row of its own (decode).
+    """
+
+    kv_cache: KVCache
+    block_table_LP: Tensor
+    lanes_T: Tensor
+    positions_T: Tensor
+    max_context: int
+    runs: Sequence[Run] | None = None
+
+    def store(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        """Write the keys and values of the packed tokens."""
+        page_tokens = self.kv_cache.layout.page_tokens
+        pages_T = self.block_table_LP[self.lanes_T, self.positions_T // page_tokens]
+        places = (pages_T, self.positions_T % page_tokens)
+        store_kv(keys_TKD, values_TKD, self.kv_cache.layer(layer), places)
+
+    def attend(self, layer: int, query_THD: Tensor, **options: Any) -> Tensor:
+        """Attend with each packed token over its row's context. `(T, H, D)`."""
+        cache = self.kv_cache.layer(layer)
+        if self.runs is None:
+            tables = self.block_table_LP[self.lanes_T]
+            keys, values = gather_kv(cache, tables, self.max_context)
+            positions = self.positions_T[:, None]
+            return attend(query_THD[:, None], keys, values, positions, **options)[:, 0]
+        outputs = []
+        for run in self.runs:
+            table = self.block_table_LP[run.lane : run.lane + 1]
+            keys, values = gather_kv(cache, table, run.context)
+            positions = self.positions_T[None, run.start : run.stop]
+            query = query_THD[None, run.start : run.stop]
+            outputs.append(attend(query, keys, values, positions, **options)[0])
+        return torch.cat(outputs)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedAttention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in each layer of the twin.
+
+    Args:
+        module: The attention layer; its `layer_idx` says which cache is its own.
+        query: `(1, H, T, D)`.
+        key: `(1, K, T, D)`.
+        value: `(1, K, T, D)`.
+        attention_mask: Always `None`: causality follows from the positions.
+        paged: Pages and positions of the packed tokens.
+        scaling: Multiplies the scores. `None`: `D ** -0.5`.
+        sliding_window: Tokens a query sees, itself included. `None`: all.
+        softcap: Caps the scores (Gemma 2).
+        others: Anything else; refused unless it is known not to matter.
+
+    Returns:
+        `(1, T, H, D)`, and no attention weights.
+
+    Raises:
+        UnsupportedModel: The model asks for something that paged attention does not do.
+    """
+    asked = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
+    if asked or attention_mask is not None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} passes {asked or ['attention_mask']} to its attention, which "
+            "paged attention does not know; such a model cannot run on the engine"
+        )
+    # Keys and values take the cache's dtype, and the query with them: under autocast that is
+    # what the trainer's attention would compute in.
+    dtype = paged.kv_cache.layout.dtype
+    query_THD, keys_TKD, values_TKD = (
+        states[0].transpose(0, 1).to(dtype) for states in (query, key, value)
+    )
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    with torch.autocast(query.device.type, enabled=False):
+        paged.store(layer, keys_TKD, values_TKD)
+        output = paged.attend(
+            layer, query_THD, scale=scale, window=sliding_window, softcap=softcap
+        )
+    return output[None], None
+
+
+# No mask function is registered under this name, so transformers builds no mask.
+AttentionInterface.register(PAGED_ATTENTION, paged_attention_forward)

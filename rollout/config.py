@@ -1,0 +1,59 @@
+"""RolloutConfig: every knob, frozen, checked once, with units."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from rollout.errors import ConfigError, reject_unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How the engine batches, and how much memory it may take.
+
+    Raises:
+        ConfigError: A name is unknown or a value cannot work.
+
+    Example:
+        >>> RolloutConfig(max_rows=8).num_slots
+        2
+    """
+
+    max_rows: int = 256
+    """Rows generated at the same time (lanes); further requests wait for one to finish."""
+
+    max_row_tokens: int | None = None
+    """Longest prompt plus completion, in tokens. `None`: the model's `max_position_embeddings`."""
+
+    page_tokens: int = 256
+    """Tokens in one KV page. The decode kernel reads fastest at 256."""
+
+    kv_bytes: int | None = None
+    """Most memory for KV pages, in bytes. `None`: as much as the requests at hand can need."""
+
+    prefill_tokens: int = 8192
+    """Most prompt tokens run in one engine step; longer prompts are prefilled in pieces."""
+
+    num_slots: int = 2
+    """IO slots: 2 overlaps host and device, 1 is the synchronous mode."""
+
+    progress_bar: bool = False
+    """Show a `tqdm` bar of finished rows while generating."""
+
+    def __new__(cls, **knobs: Any) -> Self:
+        """Refuse unknown names with an error that knows the right ones."""
+        reject_unknown(ConfigError, cls.__name__, knobs, [field.name for field in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "page_tokens", "prefill_tokens"):
+            self._check_count(name)
+        for name in ("max_row_tokens", "kv_bytes"):
+            if getattr(self, name) is not None:
+                self._check_count(name)
+        if self.num_slots not in (1, 2):
+            raise ConfigError(f"num_slots={self.num_slots!r}: 2 overlaps host and device, 1 does not")
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}: it must be a whole number of at least 1")

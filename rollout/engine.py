@@ -1,0 +1,281 @@
+"""The loop, and the engine's life: open, step, generate, close.
+
+```
+host     plan 0 | plan 1 | settle 0, plan 2 | settle 1, plan 3
+h2d          0>       1>                 2>
+compute        [ batch 0 ][ batch 1 ][ batch 2 ]
+d2h                      <0         <1
+```
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from rollout.config import RolloutConfig
+from rollout.errors import EngineBusy, EngineClosed, OutOfPages, RequestError
+from rollout.forward import Forward, Lanes
+from rollout.kv_cache import KVCache
+from rollout.pages import pages_for
+from rollout.request import Completion, Request, SamplingParams
+from rollout.scheduler import Scheduler
+from rollout.slots import SlotPair, Streams
+from rollout.telemetry import RolloutStats
+from rollout.twin import Twin
+
+
+class RolloutEngine:
+    """Generates completions from the weights that a trainer is training.
+
+    Args:
+        model: A transformers decoder, perhaps with PEFT adapters. It is never run and never
+            changed: the engine runs a twin of its module tree over the same storage.
+        config: Knobs.
+        autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
+
+    Raises:
+        UnsupportedModel: The model cannot run on the engine; the message says why.
+
+    Example:
+        ```python
+        with RolloutEngine(model) as engine:
+            sampling = SamplingParams(max_new_tokens=64, eos_token_ids=(2,))
+            for completion in engine.generate([[1, 5, 9], [1, 7]], sampling):
+                print(completion.token_ids, completion.finish_reason)
+        ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RolloutConfig | None = None,
+        *,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.config = config or RolloutConfig()
+        self.policy_version = 0
+        self.stats = RolloutStats()
+        self.twin = Twin(model, autocast_dtype)
+        self.max_row_tokens = self.config.max_row_tokens or self.twin.max_positions
+        max_row_pages = pages_for(self.max_row_tokens, self.config.page_tokens)
+        device, max_rows = self.twin.device, self.config.max_rows
+        self.scheduler = Scheduler(self.config, max_row_pages)
+        self.kv_cache = KVCache(self.twin.kv_layout(self.config.page_tokens), device)
+        self.streams = Streams(device)
+        self.slots = SlotPair(
+            self.config.num_slots,
+            self.streams,
+            max_rows=max_rows,
+            max_row_pages=max_row_pages,
+            prefill_tokens=self.config.prefill_tokens,
+            device=device,
+        )
+        lanes = Lanes.empty(max_rows, max_row_pages, device)
+        self.forward = Forward(self.twin, self.kv_cache, lanes)
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a row is live or waiting, or a batch in flight."""
+        rows = self.scheduler.num_live + self.scheduler.num_waiting
+        return not self._closed and (rows > 0 or self.slots.in_flight)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int] | None = None,
+        *,
+        same_weights: bool = False,
+    ) -> list[Completion]:
+        """Generate one completion for each prompt, in the order of the prompts.
+
+        Args:
+            prompts: Token ids of each row.
+            sampling: One for all rows, or one for each.
+            seeds: Key of each row's random numbers, `0 <= seed < 2**63`. `None`: 0, 1, 2, ...
+            same_weights: The weights have not changed since the last rollout.
+
+        Returns:
+            One completion a prompt.
+
+        Raises:
+            RequestError: A prompt, a seed or a sampling parameter cannot be served. Nothing runs.
+            EngineBusy: Rows given to `submit` are unfinished.
+            EngineClosed: The engine was closed.
+        """
+        requests = self._requests(prompts, sampling, seeds)
+        if self.busy:
+            raise EngineBusy("rows given to submit() are unfinished; call step() until they are")
+        rows = self._enqueue(requests, same_weights)
+        done: dict[int, Completion] = {}
+        with tqdm(total=len(rows), unit="row", disable=not self.config.progress_bar) as bar:
+            while self.busy:
+                finished = self.step()
+                done.update((completion.row, completion) for completion in finished)
+                bar.update(len(finished))
+        return [done[row] for row in rows]
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        seed: int = 0,
+        *,
+        same_weights: bool = False,
+    ) -> int:
+        """Queue one row for `step`; returns its id.
+
+        Args:
+            prompt: Token ids.
+            sampling: How to draw, when to stop.
+            seed: Key of the row's random numbers, `0 <= seed < 2**63`.
+            same_weights: The weights have not changed since the last rollout. Only read when
+                the engine is idle: rows that are live keep the weights they began with.
+
+        Raises:
+            RequestError: The row cannot be served.
+            EngineClosed: The engine was closed.
+        """
+        requests = self._requests([prompt], sampling, [seed])
+        return self._enqueue(requests, same_weights)[0]
+
+    def step(self) -> list[Completion]:
+        """Launch the next batch on the device, then settle the one before it on the host.
+
+        The host never waits for the batch it has just launched, only for its predecessor, which
+        ran while this one was being planned. First and last batch are no special case: an empty
+        slot has nothing to settle. A failure ends every row, frees every page and is raised.
+
+        Returns:
+            The rows that finished.
+        """
+        self._check_open()
+        try:
+            slot, previous = self.slots.flip()
+            batch = self.scheduler.schedule(self.policy_version)  # reads no tensor
+            if batch is not None:
+                slot.stage(batch)  # host: fill the pinned buffers
+                slot.upload()  # h2d stream -> slot.uploaded
+                self.forward.run(slot)  # compute stream -> slot.computed
+                slot.download()  # d2h stream -> slot.downloaded
+                self.stats.launched(len(batch.rows), self.scheduler.pages.num_used)
+            if previous.batch is None:
+                return []
+            tokens, logprobs = previous.wait()  # SYNC: the only host wait in a step
+            completions = self.scheduler.commit(previous.release(), tokens, logprobs)
+            return self._settled(completions)
+        except BaseException:
+            self._abort()
+            raise
+
+    def close(self) -> None:
+        """End every row and give the memory back. Closing twice is fine."""
+        if not self._closed:
+            self._abort()
+            self._closed = True
+            del self.forward, self.kv_cache, self.slots, self.twin
+
+    def _settled(self, completions: list[Completion]) -> list[Completion]:
+        self.stats.settled(sum(len(completion.token_ids) for completion in completions))
+        if not self.busy:
+            self.streams.hand_back()
+        return completions
+
+    def _abort(self) -> None:
+        """Forget every row, live or waiting, and wait until the device has, too."""
+        self.slots.drain()
+        self.scheduler.reset()
+        self.streams.hand_back()
+
+    def _enqueue(self, requests: Sequence[Request], same_weights: bool) -> list[int]:
+        """Queue checked requests; on an idle engine this begins a rollout."""
+        if not self.busy:
+            self._begin(same_weights)
+        rows = [self.scheduler.add(request) for request in requests]
+        self._grow()
+        return rows
+
+    def _begin(self, same_weights: bool) -> None:
+        """Open a policy version, and run behind whatever the trainer has queued."""
+        self.streams.take_over()
+        if not same_weights:
+            with self.streams.module.stream(self.streams.compute):
+                self.twin.refresh()
+            self.policy_version += 1
+        self.stats = RolloutStats(policy_version=self.policy_version)
+
+    def _grow(self) -> None:
+        """Have as many KV pages as the rows at hand can need, `kv_bytes` at most."""
+        num_pages = min(self.scheduler.pages_wanted(), self._max_pages)
+        self.kv_cache.grow(num_pages)
+        self.scheduler.pages.grow(num_pages)
+
+    @property
+    def _max_pages(self) -> int:
+        """Pages that `kv_bytes` pays for, the trash page included."""
+        if self.config.kv_bytes is None:
+            return 1 + self.config.max_rows * pages_for(
+                self.max_row_tokens, self.config.page_tokens
+            )
+        return self.config.kv_bytes // self.kv_cache.layout.page_bytes
+
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int] | None,
+    ) -> list[Request]:
+        """Check everything before anything runs."""
+        self._check_open()
+        if isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(prompts)
+        seeds = range(len(prompts)) if seeds is None else seeds
+        for name, values in (("sampling", sampling), ("seeds", seeds)):
+            if len(values) != len(prompts):
+                raise RequestError(f"{len(values)} {name} for {len(prompts)} prompts")
+        return [self._request(*row) for row in zip(prompts, sampling, seeds, strict=True)]
+
+    def _request(self, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Request:
+        tokens = np.asarray(prompt, dtype=np.int64)
+        if tokens.size == 0:
+            raise RequestError("empty prompt: a row needs at least one token to start from")
+        outside = tokens[(tokens < 0) | (tokens >= self.twin.vocab_size)]
+        if outside.size:
+            raise RequestError(
+                f"token id {outside[0]} is outside the vocabulary, 0 to {self.twin.vocab_size - 1}"
+            )
+        if not 0 <= seed < 2**63:
+            raise RequestError(f"seed={seed}: it must be from 0 to 2**63 - 1")
+        request = Request(tokens, sampling, int(seed))
+        if request.max_tokens > self.max_row_tokens:
+            raise RequestError(
+                f"a prompt of {tokens.size} tokens and max_new_tokens={sampling.max_new_tokens} "
+                f"pass the {self.max_row_tokens} tokens that a row can hold; shorten the prompt, "
+                "lower max_new_tokens or raise max_row_tokens"
+            )
+        self._check_fits(request)
+        return request
+
+    def _check_fits(self, request: Request) -> None:
+        wanted, most = self.scheduler.row_pages(request), max(self._max_pages - 1, 0)
+        if wanted > most:
+            raise OutOfPages(
+                f"one row of {request.max_tokens} tokens needs {wanted} KV pages, and kv_bytes="
+                f"{self.config.kv_bytes} pays for {most} of {self.kv_cache.layout.page_bytes} "
+                "bytes each and the trash page; raise kv_bytes or lower max_new_tokens"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine was closed; make a new one")

@@ -1,0 +1,70 @@
+"""Everything raised on purpose, as a tree under RolloutError.
+
+RolloutError
+ |- ConfigError (ValueError)              a knob of RolloutConfig or RolloutGenerator
+ |- RequestError (ValueError)             a prompt, a sampling parameter, a seed
+ |- OutOfPages                            KV pages wanted, none free
+ |- EngineBusy                            a call that needs an idle engine
+ |- EngineClosed                          a call after close()
+ |- Unsupported (NotImplementedError)     what the engine refuses, and the way out
+     |- UnsupportedModel
+     |- UnsupportedTrainer
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class RolloutError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class ConfigError(RolloutError, ValueError):
+    """A knob has a value that cannot work, or no such knob exists."""
+
+
+class RequestError(RolloutError, ValueError):
+    """A prompt, a sampling parameter or a seed cannot be served."""
+
+
+class OutOfPages(RolloutError):
+    """More KV pages are wanted than are free. Nothing has changed when this is raised."""
+
+
+class EngineBusy(RolloutError):
+    """The call needs an engine without live rows."""
+
+
+class EngineClosed(RolloutError):
+    """The engine was closed and holds no memory any more."""
+
+
+class Unsupported(RolloutError, NotImplementedError):
+    """Something the engine refuses by name; the message says why and what to do instead."""
+
+
+class UnsupportedModel(Unsupported):
+    """The model has a part that the engine cannot run."""
+
+
+class UnsupportedTrainer(Unsupported):
+    """The trainer, or the way it is set up, cannot take its rollouts from the engine."""
+
+
+def reject_unknown(
+    error: type[RolloutError], owner: str, names: Iterable[str], known: Iterable[str]
+) -> None:
+    """Raise `error` for the first of `names` that is not `known`, with the closest known name.
+
+    Example:
+        >>> reject_unknown(ConfigError, "RolloutConfig", ["max_row"], ["max_rows", "num_slots"])
+        Traceback (most recent call last):
+        ...
+        rollout.errors.ConfigError: RolloutConfig has no 'max_row'; did you mean 'max_rows'?
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(known))}"
+            raise error(f"{owner} has no {name!r}; {hint}")

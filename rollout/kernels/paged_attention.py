@@ -1,0 +1,88 @@
+"""Attention over keys and values that lie in pages, in plain torch.
+
+Shape letters: N sequences, Q queries a sequence, C context tokens, T packed tokens, H query heads,
+K key/value heads, D head size, P pages, S tokens a page.
+"""
+
+import torch
+from torch import Tensor
+
+
+def store_kv(
+    keys_TKD: Tensor, values_TKD: Tensor, cache: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor]
+) -> None:
+    """Write packed keys and values into their places in the cache.
+
+    Args:
+        keys_TKD: New keys.
+        values_TKD: New values.
+        cache: A layer's keys and values, each `(P, S, K, D)`.
+        places: Page and offset in the page of each token, each int64 `(T,)`.
+    """
+    for new, cached in zip((keys_TKD, values_TKD), cache, strict=True):
+        cached[places] = new.to(cached.dtype)
+
+
+def gather_kv(
+    cache: tuple[Tensor, Tensor], block_table_NP: Tensor, context: int
+) -> tuple[Tensor, Tensor]:
+    """Read the first `context` keys and values of each sequence.
+
+    Args:
+        cache: A layer's keys and values, each `(P, S, K, D)`.
+        block_table_NP: Page ids of each sequence in token order, int64.
+        context: Tokens to read. Entries past a sequence's own end are whatever lies there.
+
+    Returns:
+        Keys and values, each `(N, C, K, D)`.
+    """
+    page_tokens = cache[0].shape[1]
+    tokens_C = torch.arange(context, device=block_table_NP.device)
+    pages_NC = block_table_NP[:, tokens_C // page_tokens]
+    offsets_C = tokens_C % page_tokens
+    return cache[0][pages_NC, offsets_C], cache[1][pages_NC, offsets_C]
+
+
+def attend(
+    query_NQHD: Tensor,
+    keys_NCKD: Tensor,
+    values_NCKD: Tensor,
+    positions_NQ: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention with grouped heads; key `i` lies at position `i`. Computed in float32.
+
+    Args:
+        query_NQHD: Queries.
+        keys_NCKD: Keys from position 0 on. What lies past a query's position has no influence.
+        values_NCKD: Values.
+        positions_NQ: Position of each query, int64.
+        scale: Multiplies the scores.
+        window: A query sees its own token and the `window - 1` before it. `None`: all.
+        softcap: Scores become `softcap * tanh(scores / softcap)` (Gemma 2).
+
+    Returns:
+        `(N, Q, H, D)` in the query's dtype.
+    """
+    num_seqs, num_queries, num_heads, head_dim = query_NQHD.shape
+    context, num_kv_heads = keys_NCKD.shape[1:3]
+    key_positions = torch.arange(context, device=query_NQHD.device)
+    visible_NQC = key_positions <= positions_NQ[..., None]
+    if window is not None:
+        visible_NQC &= key_positions > positions_NQ[..., None] - window
+    # A value that nobody may see can be NaN, and 0 * NaN is NaN: take it out before the product.
+    reached_NC11 = visible_NQC.any(dim=1)[..., None, None]
+    values = torch.where(reached_NC11, values_NCKD, 0.0).float().permute(0, 2, 1, 3)
+    keys = keys_NCKD.float().permute(0, 2, 3, 1)
+    # A group's query heads share a key head: they are rows of one product.
+    query = query_NQHD.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = (query @ keys * scale).unflatten(2, (-1, num_queries))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible_NQC[:, None, None], float("-inf"))
+    mixed = scores.softmax(dim=-1).flatten(2, 3) @ values
+    output = mixed.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
+    return output.reshape(num_seqs, num_queries, num_heads, head_dim).to(query_NQHD.dtype)

@@ -1,0 +1,153 @@
+"""The nouns that travel: what is asked, what one step runs, what comes back."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.errors import RequestError, reject_unknown
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class FinishReason(StrEnum):
+    """Why a row ended, in vLLM's words."""
+
+    STOP = "stop"
+    """It sampled one of its `eos_token_ids`."""
+    LENGTH = "length"
+    """It reached `max_new_tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one row's tokens are drawn, and when it ends.
+
+    Raises:
+        RequestError: A name is unknown or a value cannot work.
+    """
+
+    max_new_tokens: int
+    """Most tokens to generate, the final EOS included."""
+
+    temperature: float = 1.0
+    """Divides the logits. 0 takes the most likely token; its log-probability is then at 1."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    """Any of these ends the row; it is kept as the completion's last token."""
+
+    def __new__(cls, **knobs: Any) -> Self:
+        """Refuse unknown names with an error that knows the right ones."""
+        reject_unknown(RequestError, cls.__name__, knobs, [field.name for field in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise RequestError(
+                f"max_new_tokens={self.max_new_tokens!r}: it must be a whole number of at least 1"
+            )
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature={self.temperature!r}: it must be finite and at least 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One row to generate.
+
+    Attributes:
+        prompt: Token ids, `(prompt_tokens,)`.
+        sampling: How to draw, when to stop.
+        seed: Key of the row's random numbers, `0 <= seed < 2**63`. The same prompt, weights,
+            sampling and seed give the same completion in any batch.
+    """
+
+    prompt: Ints
+    sampling: SamplingParams
+    seed: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and longest completion, in tokens."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of one row's prompt tokens to prefill in one step.
+
+    Attributes:
+        lane: The row's lane.
+        start: Position of the first token.
+        tokens: Token ids, `(segment_tokens,)`.
+    """
+
+    lane: int
+    start: int
+    tokens: Ints
+
+
+@dataclass(eq=False)
+class Admission:
+    """Device state of the rows that enter their lanes with this batch, each array `(rows,)`.
+
+    Attributes:
+        lanes: Lane of each row.
+        tokens: Last prompt token: the input of the row's first decode step.
+        positions: Its position.
+        seeds: Key of the row's random numbers.
+        temperatures: Divides the row's logits.
+    """
+
+    lanes: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one step runs. It is complete in itself: settling it looks nothing up.
+
+    Attributes:
+        rows: Ids of the rows that decode, `(rows,)`.
+        lanes: The lane of each at launch, `(rows,)`.
+        policy_version: Weights under which it runs.
+        max_context: Longest context among the decoding rows, in tokens, the new token included.
+        admission: Rows that enter their lanes first.
+        segments: Prompt tokens to prefill before decoding.
+        new_pages: `(pages, 3)`: lane, index in the lane's block table, page id.
+    """
+
+    rows: Ints
+    lanes: Ints
+    policy_version: int
+    max_context: int
+    admission: Admission
+    segments: Sequence[Segment]
+    new_pages: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """What one request became.
+
+    Attributes:
+        row: The id that `submit` returned.
+        token_ids: Generated tokens, with the final EOS if there was one; at least one token.
+        logprobs: Natural-log probability of each token at the row's temperature over the full
+            vocabulary.
+        finish_reason: Why it ended.
+        policy_version: Weights that generated it.
+    """
+
+    row: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    policy_version: int

@@ -1,0 +1,222 @@
+"""The only border between host and device: pinned staging, device buffers, streams and events.
+
+```
+host     plan 0 | plan 1 | settle 0, plan 2 | settle 1, plan 3
+h2d          0>       1>                 2>
+compute        [ batch 0 ][ batch 1 ][ batch 2 ]
+d2h                      <0         <1
+```
+
+On a CPU, torch's streams and events do nothing, and every call below is done when it returns.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.request import Batch, Floats, Ints
+
+
+class Streams:
+    """The engine's three streams, and the hand-over with the trainer's.
+
+    Args:
+        device: Where the model lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.module: Any = torch.get_device_module(device)
+        self.h2d, self.compute, self.d2h = (self.module.Stream() for _ in range(3))
+
+    def take_over(self) -> None:
+        """Let the engine's work follow whatever the trainer has queued so far."""
+        # ORDER: batch 0 reads weights that an optimizer step may still be writing
+        self.compute.wait_event(self.module.current_stream().record_event())
+
+    def hand_back(self) -> None:
+        """Let whatever the trainer queues from now on follow the engine's last batch."""
+        # ORDER: an optimizer step must not write weights that the last batch still reads
+        self.module.current_stream().wait_event(self.compute.record_event())
+
+    def wait(self) -> None:
+        """Wait until all three streams are empty."""
+        for stream in (self.h2d, self.compute, self.d2h):
+            event = self.module.Event()
+            event.record(stream)
+            event.synchronize()  # SYNC: when rows are given up, before their memory is reused
+
+
+class Staged:
+    """One array that travels to the device: a pinned host buffer and its device twin.
+
+    Args:
+        shape: Longest array that may be staged.
+        dtype: Of both buffers.
+        device: Where it travels to.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(shape, dtype=dtype, device=device)
+        # ALIAS: NumPy writes into the pinned tensor
+        self._array: NDArray[Any] = self._host.numpy()
+        self._length = 0
+
+    def stage(self, values: Any) -> None:
+        """Copy `values`, of any length up to the buffer's, into the host buffer."""
+        self._length = len(values)
+        if self._length:
+            self._array[: self._length] = values
+
+    def upload(self) -> None:
+        """Queue the copy of what was staged on the current stream."""
+        if self._length:
+            staged = self._host[: self._length]
+            self._device[: self._length].copy_(staged, non_blocking=True)
+
+    @property
+    def value(self) -> Tensor:
+        """What was staged, on the device."""
+        return self._device[: self._length]
+
+
+class IOSlot:
+    """Buffers and events of one batch on its way through the device.
+
+    Args:
+        streams: The engine's streams.
+        max_rows: Rows that may decode in one batch.
+        max_row_pages: Pages of the longest row.
+        prefill_tokens: Prompt tokens that may be prefilled in one batch.
+        device: Where the model lives.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        max_rows: int,
+        max_row_pages: int,
+        prefill_tokens: int,
+        device: torch.device,
+    ) -> None:
+        def ints(*shape: int) -> Staged:
+            return Staged(shape, torch.int64, device)
+
+        self.batch: Batch | None = None
+        self.lanes = ints(max_rows)
+        self.new_pages = ints(max_rows * max_row_pages, 3)
+        self.admitted = ints(max_rows, 4)
+        self.temperatures = Staged((max_rows,), torch.float32, device)
+        self.prefill = ints(prefill_tokens, 3)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        pinned = device.type == "cuda"
+        self._host_tokens = torch.zeros(max_rows, dtype=torch.int64, pin_memory=pinned)
+        self._host_logprobs = torch.zeros(max_rows, dtype=torch.float32, pin_memory=pinned)
+        # ALIAS: NumPy reads the pinned tensors
+        self._read: tuple[Ints, Floats] = self._host_tokens.numpy(), self._host_logprobs.numpy()
+        self._streams = streams
+        events = (streams.module.Event() for _ in range(3))
+        self.uploaded, self.computed, self.downloaded = events
+
+    def stage(self, batch: Batch) -> None:
+        """Fill the host buffers. Nothing on the device reads them: the slot has been settled."""
+        admission, segments = batch.admission, batch.segments
+        self.batch = batch
+        self.lanes.stage(batch.lanes)
+        self.new_pages.stage(batch.new_pages)
+        state = (admission.lanes, admission.tokens, admission.positions, admission.seeds)
+        self.admitted.stage(np.array(state, np.int64).T)
+        self.temperatures.stage(admission.temperatures)
+        prompts = [
+            (np.full(len(s.tokens), s.lane), s.start + np.arange(len(s.tokens)), s.tokens)
+            for s in segments
+        ]
+        self.prefill.stage(np.concatenate(prompts, axis=1).T if prompts else [])
+
+    def upload(self) -> None:
+        """Queue the copies to the device on the H2D stream."""
+        with self._streams.module.stream(self._streams.h2d):
+            for staged in (
+                self.lanes,
+                self.new_pages,
+                self.admitted,
+                self.temperatures,
+                self.prefill,
+            ):
+                staged.upload()
+            self.uploaded.record(self._streams.h2d)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Queue what is inside on the compute stream, behind this slot's upload."""
+        with self._streams.module.stream(self._streams.compute):
+            # ORDER: the batch's first kernel reads what H2D writes
+            self.uploaded.wait(self._streams.compute)
+            yield
+            self.computed.record(self._streams.compute)
+
+    def download(self) -> None:
+        """Queue the copies of tokens and log-probabilities on the D2H stream."""
+        assert self.batch is not None
+        count = len(self.batch.lanes)
+        with self._streams.module.stream(self._streams.d2h):
+            # ORDER: D2H reads what the batch's last kernel writes
+            self.computed.wait(self._streams.d2h)
+            self._host_tokens[:count].copy_(self.tokens[:count], non_blocking=True)
+            self._host_logprobs[:count].copy_(self.logprobs[:count], non_blocking=True)
+            self.downloaded.record(self._streams.d2h)
+
+    def wait(self) -> tuple[Ints, Floats]:
+        """Wait for this slot's tokens and log-probabilities, each `(rows,)`.
+
+        The arrays are the slot's own and hold until it is staged again.
+        """
+        assert self.batch is not None
+        count = len(self.batch.lanes)
+        self.downloaded.synchronize()  # SYNC: the only host wait in a step
+        tokens, logprobs = self._read
+        return tokens[:count], logprobs[:count]
+
+    def release(self) -> Batch:
+        """Empty the slot and return the batch it held."""
+        batch, self.batch = self.batch, None
+        assert batch is not None
+        return batch
+
+
+class SlotPair:
+    """Two slots used in turn; or one, which is then its own predecessor.
+
+    Args:
+        num_slots: 2, or 1 for the synchronous mode.
+        streams: The engine's streams.
+        sizes: `max_rows`, `max_row_pages`, `prefill_tokens` and `device` of each slot.
+    """
+
+    def __init__(self, num_slots: int, streams: Streams, **sizes: Any) -> None:
+        self._streams = streams
+        self._slots = [IOSlot(streams, **sizes) for _ in range(num_slots)]
+        self._turn = 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a batch has been launched and not settled."""
+        return any(slot.batch is not None for slot in self._slots)
+
+    def flip(self) -> tuple[IOSlot, IOSlot]:
+        """The slot to launch from now, and the one to settle after."""
+        self._turn = (self._turn + 1) % len(self._slots)
+        return self._slots[self._turn], self._slots[self._turn - 1]
+
+    def drain(self) -> None:
+        """Wait for whatever is in flight, and forget it."""
+        self._streams.wait()
+        for slot in self._slots:
+            slot.batch = None

@@ -1,0 +1,100 @@
+"""Which models the engine refuses, and the sentence for each."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rollout.errors import UnsupportedModel
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ROPE_TYPES = {"dynamic", "longrope"}
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The transformers model under a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that the engine would run wrongly.
+
+    Args:
+        model: A transformers causal language model, perhaps with PEFT adapters.
+
+    Raises:
+        UnsupportedModel: The reason, and the way out.
+    """
+    for reason in _reasons(model):
+        raise UnsupportedModel(f"{type(base_of(model)).__name__} cannot run on the engine: {reason}")
+
+
+def check_placed(model: nn.Module) -> None:
+    """Refuse parameters that are not whole on one device.
+
+    Raises:
+        UnsupportedModel: They are on `meta`, on several devices or sharded.
+    """
+    name = type(base_of(model)).__name__
+    devices = {parameter.device for parameter in model.parameters()}
+    if any(device.type == "meta" for device in devices):
+        raise UnsupportedModel(
+            f"{name} has parameters on the meta device, which hold no numbers; load its weights "
+            "(`from_pretrained`, or `to_empty` and an initialisation) first"
+        )
+    if len(devices) > 1 or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise UnsupportedModel(
+            f"{name} is spread over {len(devices)} devices; load it without `device_map` and let "
+            "each process hold the whole model on its own GPU"
+        )
+    for parameter_name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+            raise UnsupportedModel(
+                f"parameter {parameter_name!r} is sharded (FSDP, ZeRO-3 or tensor parallelism); "
+                "attach before the trainer wraps the model, and train with DDP or ZeRO-1/2"
+            )
+
+
+def _reasons(model: nn.Module) -> Iterator[str]:
+    """Why the engine cannot run this model, most telling first."""
+    base = base_of(model)
+    config: Any = getattr(base, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        yield "it is not a transformers model with a config"
+        return
+    if config.is_encoder_decoder:
+        yield "it is an encoder-decoder; use a decoder-only model"
+    if config.get_text_config() is not config:
+        yield "it takes images or audio; load its text model alone (AutoModelForCausalLM)"
+    yield from _attention_reasons(config)
+    yield from _rope_reasons(config)
+    if any(peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()):
+        yield "prompt-learning PEFT puts virtual tokens into the KV cache; use LoRA"
+    if not getattr(base, "_supports_attention_backend", False):
+        yield "its attention does not go through transformers' AttentionInterface"
+    if "logits_to_keep" not in inspect.signature(type(base).forward).parameters:
+        yield "its forward has no `logits_to_keep`, so it would compute logits for every token"
+
+
+def _attention_reasons(config: Any) -> Iterator[str]:
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        yield f"it has {', '.join(sorted(others))} layers; only full and sliding attention run"
+    if getattr(config, "kv_lora_rank", None):
+        yield "its multi-head latent attention (MLA) has unequal key and value head sizes"
+    elif getattr(config, "v_head_dim", None) not in (None, getattr(config, "head_dim", None)):
+        yield f"its value heads ({config.v_head_dim}) and key heads have unequal sizes"
+    if getattr(config, "num_kv_shared_layers", 0):
+        yield f"{config.num_kv_shared_layers} of its layers share the KV cache of others"
+
+
+def _rope_reasons(config: Any) -> Iterator[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    flat = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for kind in {str(rope.get("rope_type")) for rope in flat} & _ROPE_TYPES:
+        yield (
+            f"its {kind} RoPE changes with the sequence's length, so the KV of early tokens would "
+            "go stale; set `rope_parameters` to the default or a fixed scaling such as yarn"
+        )

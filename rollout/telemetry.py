@@ -1,0 +1,52 @@
+"""Counts and times; everyone writes, nothing reads it to decide."""
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RolloutStats:
+    """What one rollout did, from its first step to its last.
+
+    Attributes:
+        policy_version: Weights it ran on.
+        generated_tokens: Tokens of the rows that finished.
+        engine_steps: Steps that launched a batch.
+        decoded_rows: Rows summed over those steps.
+        peak_pages: Most KV pages held at once.
+        duration_s: Seconds since it began.
+    """
+
+    policy_version: int = 0
+    generated_tokens: int = 0
+    engine_steps: int = 0
+    decoded_rows: int = 0
+    peak_pages: int = 0
+    duration_s: float = 0.0
+    _began: float = field(default_factory=time.perf_counter, repr=False)
+
+    def launched(self, num_rows: int, num_pages: int) -> None:
+        """Record a batch of `num_rows` decoding rows while rows hold `num_pages` pages."""
+        self.engine_steps += 1
+        self.decoded_rows += num_rows
+        self.peak_pages = max(self.peak_pages, num_pages)
+
+    def settled(self, num_tokens: int) -> None:
+        """Record that the rows of one engine step ended with `num_tokens` tokens in all."""
+        self.generated_tokens += num_tokens
+        self.duration_s = time.perf_counter() - self._began
+
+    @property
+    def overrun_tokens(self) -> int:
+        """Tokens computed for rows that had already finished, once every row has."""
+        return self.decoded_rows - self.generated_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens a second."""
+        return self.generated_tokens / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def rows_live(self) -> float:
+        """Rows in a decode step, on average."""
+        return self.decoded_rows / self.engine_steps if self.engine_steps else 0.0

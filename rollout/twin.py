@@ -1,0 +1,218 @@
+"""A second module tree over the trainer's storage: shadow weights, policy version.
+
+The engine never runs the trainer's modules. It copies their tree and shares their tensors, so
+that modes, hooks, attention flags, patched forwards and checkpointing of the two never meet.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.attention import PAGED_ATTENTION, PagedAttention
+from rollout.kv_cache import KVLayout
+from rollout.support import base_of, check_model, check_placed
+
+logger = logging.getLogger(__name__)
+
+
+class Twin:
+    """The model that the engine runs.
+
+    Args:
+        model: The trainer's model, perhaps with PEFT adapters; never run, never changed.
+        autocast_dtype: The dtype of the autocast that the trainer's forward runs under, or
+            `None`. The twin runs under the same, so that it rounds alike.
+
+    Raises:
+        UnsupportedModel: See `support`.
+    """
+
+    def __init__(self, model: nn.Module, autocast_dtype: torch.dtype | None = None) -> None:
+        check_model(model)
+        check_placed(model)
+        self._live = model
+        self._autocast_dtype = autocast_dtype
+        self._announced = False
+        self._rebuild()
+        self.refresh()
+
+    @property
+    def base(self) -> nn.Module:
+        """The copied tree."""
+        return self._base
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors live."""
+        return next(self._base.parameters()).device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model can take."""
+        embeddings: Any = self._base.get_input_embeddings()  # type: ignore[operator]
+        return int(embeddings.num_embeddings)
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest sequence that the model was made for."""
+        config: Any = self._base.config
+        return int(config.max_position_embeddings)
+
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes of weights held a second time."""
+        return sum(weight.nbytes for weight in self._shadow.values())
+
+    def kv_layout(self, page_tokens: int) -> KVLayout:
+        """Shape and dtype of a KV page of this model."""
+        config: Any = self._base.config
+        heads = config.num_attention_heads
+        weights = (p.dtype for p in self._base.parameters() if p.dtype.is_floating_point)
+        return KVLayout(
+            num_layers=config.num_hidden_layers,
+            page_tokens=page_tokens,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=self._autocast_dtype or next(weights),
+        )
+
+    def refresh(self) -> None:
+        """Take over the trainer's present weights, adapters included: a new policy version.
+
+        Raises:
+            UnsupportedModel: The parameters have been sharded or moved apart meanwhile.
+        """
+        check_placed(self._live)
+        if _fingerprint(base_of(self._live)) != self._fingerprint:
+            self._rebuild()
+        self._bind()
+        self._cast()
+
+    def logits(
+        self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged: PagedAttention
+    ) -> Tensor:
+        """Run packed tokens; logits of those that `rows` picks by index.
+
+        Args:
+            tokens_T: Token ids, int64, `(T,)`.
+            positions_T: Position of each in its row, int64, `(T,)`.
+            rows: Indices of the tokens that need logits, int64, `(rows,)`.
+            paged: KV pages and block tables.
+
+        Returns:
+            `(rows, vocab)`.
+        """
+        with self.autocast():
+            # Through the class: a forward set on the instance belongs to the trainer.
+            output = type(self._base).forward(
+                self._base,
+                input_ids=tokens_T[None],
+                position_ids=positions_T[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                paged=paged,
+            )
+        return output.logits[0]
+
+    def autocast(self) -> torch.autocast:
+        """The trainer's autocast setting."""
+        dtype = self._autocast_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _rebuild(self) -> None:
+        """Copy the trainer's tree anew."""
+        live = base_of(self._live)
+        self._fingerprint = _fingerprint(live)
+        self._shadow: dict[str, Tensor] = {}
+        memo: dict[int, Any] = {id(p): _alias(p) for p in live.parameters()}
+        self._base = copy.deepcopy(live, memo).eval()
+        for module in self._base.modules():
+            _forget_trainer(module)
+        self._base.config._attn_implementation = PAGED_ATTENTION  # type: ignore[union-attr]
+
+    def _bind(self) -> None:
+        """Point every parameter and persistent buffer at the trainer's storage, by name."""
+        live = dict(base_of(self._live).named_modules())
+        for name, module in self._base.named_modules():
+            for key, parameter in live[name]._parameters.items():
+                # ALIAS: the twin reads what the optimizer writes
+                module._parameters[key] = None if parameter is None else _alias(parameter)
+            for key, buffer in live[name]._buffers.items():
+                if buffer is not None and key in live[name]._non_persistent_buffers_set:
+                    module._buffers[key] = buffer.detach().clone()
+                else:
+                    # ALIAS: as above
+                    module._buffers[key] = buffer
+
+    @torch.no_grad()
+    def _cast(self) -> None:
+        """Hold in the autocast dtype what autocast would cast: the weights of `nn.Linear`.
+
+        Everything else stays aliased, which gives exactly the trainer's numbers.
+        """
+        for name, module in self._to_shadow():
+            weight = self._shadow.get(name)
+            if weight is None:
+                weight = torch.empty_like(module.weight, dtype=self._autocast_dtype)
+            self._shadow[name] = weight.copy_(module.weight)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+        self._announce()
+
+    def _to_shadow(self) -> Iterator[tuple[str, nn.Linear]]:
+        for name, module in self._base.named_modules():
+            if self._autocast_dtype is not None and isinstance(module, nn.Linear):
+                dtype = module.weight.dtype
+                if dtype.is_floating_point and dtype != self._autocast_dtype:
+                    yield name, module
+
+    def _announce(self) -> None:
+        if self._shadow and not self._announced:
+            self._announced = True
+            logger.warning(
+                "The trainer keeps float32 weights and computes in %s: rollouts use a second, cast "
+                "copy of the linear layers' weights (%.3f GiB). To avoid it, load the model in that "
+                'dtype: GRPOConfig(model_init_kwargs={"dtype": "bfloat16"})',
+                str(self._autocast_dtype).removeprefix("torch."),
+                self.shadow_bytes / 2**30,
+            )
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """The same storage, class and attributes, without gradient."""
+    twin = torch.Tensor._make_subclass(type(parameter), parameter.data, False)  # type: ignore[arg-type]
+    twin.__dict__.update(parameter.__dict__)
+    return twin  # type: ignore[return-value]
+
+
+def _forget_trainer(module: nn.Module) -> None:
+    """Take away what was set on the trainer's instance: patched forwards and hooks.
+
+    They close over the trainer's own modules and would run those.
+    """
+    module.__dict__.pop("forward", None)
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        getattr(module, name).clear()
+
+
+def _fingerprint(base: nn.Module) -> tuple[Any, ...]:
+    """What the twin has copied and storage does not show: modules and adapter settings."""
+    return tuple(
+        (name, type(module), *_adapter_settings(module)) for name, module in base.named_modules()
+    )
+
+
+def _adapter_settings(module: nn.Module) -> tuple[Any, ...]:
+    """Names, active, disabled, merged and scaling of a PEFT layer, known by its attributes."""
+    # On a transformers model these names are methods; on an adapter layer they are values.
+    if not isinstance(getattr(module, "disable_adapters", None), bool):
+        return ()
+    return (
+        tuple(module.active_adapters),  # type: ignore[arg-type]
+        module.disable_adapters,
+        tuple(getattr(module, "merged_adapters", ())),
+        tuple(sorted(getattr(module, "scaling", {}).items())),
+    )

@@ -1,0 +1,219 @@
+"""TRL's generation seam: prompts in, completions and log-probabilities out.
+
+TRL gates importance-sampling correction, `sampling/*` metrics, tools and environments on
+`use_vllm`, so the seam that gives all of it is the object TRL calls `vllm_generation`.
+"""
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from rollout.config import RolloutConfig
+from rollout.engine import RolloutEngine
+from rollout.errors import RolloutError, UnsupportedTrainer
+from rollout.request import Completion, SamplingParams
+from trainers.metrics import log_logp_gap, log_rollout
+from trainers.support import check_trainer
+
+_AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class RolloutGenerator:
+    """Hands a stock TRL trainer its rollouts, from an engine on the trainer's own weights.
+
+    Args:
+        config: Knobs of the engine.
+
+    Example:
+        ```python
+        trainer = GRPOTrainer(model=..., reward_funcs=..., train_dataset=...)
+        RolloutGenerator().attach(trainer)
+        trainer.train()
+        ```
+
+        Or through TRL's documented hook, which leaves out importance-sampling correction,
+        `sampling/*` metrics, tools and environments:
+
+        ```python
+        trainer = GRPOTrainer(..., rollout_func=RolloutGenerator())
+        ```
+    """
+
+    def __init__(self, config: RolloutConfig | None = None) -> None:
+        self.config = config or RolloutConfig()
+        self._trainer: Any = None
+        self._stale = True
+        self._seen_step = -1
+        self._calls = {"train": 0, "eval": 0}
+
+    def attach(self, trainer: Any) -> Self:
+        """Become the trainer's generator. Call it after construction, before `train()`.
+
+        Args:
+            trainer: A stock `trl.GRPOTrainer` built with `use_vllm=False`.
+
+        Returns:
+            This generator.
+
+        Raises:
+            UnsupportedTrainer: The trainer or its settings; the message says what to change.
+            UnsupportedModel: The model; likewise.
+        """
+        self._open(trainer)
+        # What the trainer's own `if self.use_vllm:` constructor block sets.
+        trainer.vllm_generation = self
+        trainer._last_loaded_step = -1
+        trainer.use_vllm = True
+        return self
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Serve as TRL's `rollout_func`.
+
+        Args:
+            prompts: Raw prompts of this rank, each repeated `num_generations` times.
+            trainer: The trainer that asks.
+
+        Returns:
+            `prompt_ids`, `completion_ids` and `logprobs`, a list a row each.
+        """
+        if self._trainer is None:
+            self._open(trainer)
+        prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
+        prompt_ids, completion_ids, logprobs, _ = self.generate(prompt_ids, images, 1)
+        flat = [[token[0] for token in row] for row in logprobs]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": flat}
+
+    def sync_weights(self) -> None:
+        """Note that the weights may have changed. The next rollout opens a policy version.
+
+        TRL calls this when its global step has changed, but not after every change.
+        """
+        self._stale = True
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[Any] | None,
+        num_generations: int,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """Generate one completion for each prompt.
+
+        Args:
+            prompts: Token ids of each row, already repeated `num_generations` times.
+            images: Must be `None`.
+            num_generations: Of no influence: one completion a row.
+            profiler: Entered while generating.
+
+        Returns:
+            Prompt ids, completion ids, log-probabilities `[row][token][0]`, and no token ids of
+            further log-probabilities. Log-probabilities are natural logarithms at the trainer's
+            temperature over the full vocabulary.
+
+        Raises:
+            RolloutError: Any rank failed; raised on all of them, and no rank has a result.
+        """
+        if images is not None:
+            raise UnsupportedTrainer("prompts with images cannot run on the engine; use text alone")
+        completions, failure = [], None
+        try:
+            with profiler or nullcontext():
+                completions = self._rollout(prompts)
+        except Exception as error:
+            failure = error
+        self._agree(failure)
+        log_rollout(self._trainer, self.engine.stats)
+        completion_ids = [completion.token_ids for completion in completions]
+        logprobs = [[[value] for value in completion.logprobs] for completion in completions]
+        return prompts, completion_ids, logprobs, None
+
+    @property
+    def llm(self) -> SimpleNamespace:
+        """What TRL's tool loop reads of a vLLM engine: `llm_engine.model_config.max_model_len`."""
+        model_config = SimpleNamespace(max_model_len=self.engine.max_row_tokens)
+        return SimpleNamespace(llm_engine=SimpleNamespace(model_config=model_config))
+
+    def _open(self, trainer: Any) -> None:
+        """Check the trainer, build the engine on its model, and watch its weights."""
+        if self._trainer is not None:
+            raise UnsupportedTrainer("this generator already serves a trainer; make a new one")
+        check_trainer(trainer)
+        accelerator = trainer.accelerator
+        model = accelerator.unwrap_model(trainer.model)
+        autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
+        self.engine = RolloutEngine(model, self.config, autocast_dtype=autocast_dtype)
+        self._trainer = trainer
+        trainer.add_callback(_PolicyVersions(self))
+        trainer._generate_and_score_completions = functools.partial(
+            _score_and_log_gap, trainer, trainer._generate_and_score_completions
+        )
+
+    def _rollout(self, prompts: list[list[int]]) -> list[Completion]:
+        seeds = self._row_seeds(len(prompts))
+        fresh = not self._stale
+        completions = self.engine.generate(
+            prompts, [self._sampling(prompt) for prompt in prompts], seeds, same_weights=fresh
+        )
+        self._stale = False
+        return completions
+
+    def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
+        """The trainer's settings, clipped to what the row can hold as vLLM does."""
+        trainer = self._trainer
+        room = max(self.engine.max_row_tokens - len(prompt), 1)
+        return SamplingParams(
+            max_new_tokens=min(trainer.max_completion_length, room),
+            temperature=trainer.temperature,
+            eos_token_ids=tuple(trainer.eos_token_ids),
+        )
+
+    def _row_seeds(self, num_rows: int) -> list[int]:
+        """Seeds that differ by call, rank and row, and that a resumed run draws again."""
+        trainer = self._trainer
+        step, mode = trainer.state.global_step, "train" if trainer.model.training else "eval"
+        if step != self._seen_step:
+            self._stale, self._seen_step, self._calls = True, step, {"train": 0, "eval": 0}
+        call = self._calls[mode]
+        self._calls[mode] += 1
+        rank = trainer.accelerator.process_index
+        key = (trainer.args.seed, step, mode == "eval", call, rank)
+        words = np.random.SeedSequence(key).generate_state(num_rows, np.uint64)
+        return [int(word) for word in words >> np.uint64(1)]
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raise on every rank if any has failed, so that none waits for another for ever."""
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes > 1:
+            failed = torch.tensor(float(failure is not None), device=accelerator.device)
+            num_failed = int(accelerator.reduce(failed, reduction="sum"))
+        else:
+            num_failed = int(failure is not None)
+        if failure is not None:
+            raise failure
+        if num_failed:
+            raise RolloutError(f"the rollout failed on {num_failed} other rank(s); see their errors")
+
+
+class _PolicyVersions(TrainerCallback):
+    """Opens a policy version whenever the trainer may have changed its weights."""
+
+    def __init__(self, generator: RolloutGenerator) -> None:
+        self._generator = generator
+
+    def _changed(self, *args: Any, **kwargs: Any) -> None:
+        self._generator.sync_weights()
+
+    on_optimizer_step = on_train_begin = on_train_end = _changed
+
+
+def _score_and_log_gap(trainer: Any, score: Any, inputs: Any) -> Any:
+    """Run TRL's `_generate_and_score_completions`, and log the gap that it makes visible."""
+    scored = score(inputs)
+    log_logp_gap(trainer, scored)
+    return scored

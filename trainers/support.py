@@ -1,0 +1,107 @@
+"""Which trainers the generator refuses, and the sentence for each."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import trl
+from accelerate.utils import DistributedType
+from packaging.version import Version
+from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from rollout.errors import UnsupportedTrainer
+
+TESTED_TRL = ("1.15", "1.16")
+_SEAM = ("prompts", "images", "num_generations", "profiler")
+# Sampling parameters of TRL that do nothing at these values.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+}
+
+
+def check_trl() -> None:
+    """Refuse a TRL whose generation seam is not known.
+
+    Raises:
+        UnsupportedTrainer: The version was never tested, or the seam has moved.
+    """
+    version = Version(trl.__version__)
+    if f"{version.major}.{version.minor}" not in TESTED_TRL:
+        raise UnsupportedTrainer(
+            f"TRL {version} is unknown to this version of twinslot, which was tested with "
+            f"{' and '.join(TESTED_TRL)}; install one of them, or a newer twinslot"
+        )
+    found = tuple(inspect.signature(VLLMGeneration.generate).parameters)[1:]
+    if found != _SEAM:
+        raise UnsupportedTrainer(
+            f"TRL {version} calls its generator with {found}, and twinslot knows {_SEAM}; install "
+            f"TRL {' or '.join(TESTED_TRL)}"
+        )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse a trainer whose rollouts would not be what it asks for.
+
+    Args:
+        trainer: A constructed TRL trainer.
+
+    Raises:
+        UnsupportedTrainer: The reason, and the way out.
+    """
+    check_trl()
+    if not isinstance(trainer, GRPOTrainer):
+        raise UnsupportedTrainer(
+            f"{type(trainer).__name__} is not a trl.GRPOTrainer; only that one can take its "
+            "rollouts from the engine so far"
+        )
+    for reason in _reasons(trainer):
+        raise UnsupportedTrainer(f"{type(trainer).__name__} cannot use the engine: {reason}")
+
+
+def _reasons(trainer: Any) -> Iterator[str]:
+    args = trainer.args
+    if args.use_vllm or args.use_transformers_continuous_batching:
+        yield (
+            "it was built with another generator; drop `use_vllm` and "
+            "`use_transformers_continuous_batching`"
+        )
+    if trainer._is_vlm:
+        yield "its model takes images; the engine takes text alone"
+    if args.vllm_structured_outputs_regex is not None:
+        yield "structured outputs (`vllm_structured_outputs_regex`) are not supported; drop it"
+    if args.cast_lm_head_to_fp32:
+        yield (
+            "`cast_lm_head_to_fp32=True` patches the head's forward, which the engine does not "
+            "run; drop it"
+        )
+    if trainer.loss_type == "vespo" and not trainer.vllm_importance_sampling_mode.startswith("tok"):
+        yield "the VESPO loss needs `vllm_importance_sampling_mode` token_truncate or token_mask"
+    yield from _sampling_reasons(trainer)
+    yield from _parallelism_reasons(trainer.accelerator)
+
+
+def _sampling_reasons(trainer: Any) -> Iterator[str]:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(trainer, name)
+        if value not in neutral:
+            yield f"{name}={value} is not supported yet; leave it at {neutral[-1]}"
+    if trainer.args.generation_kwargs:
+        yield f"generation_kwargs={trainer.args.generation_kwargs} are not supported yet; drop them"
+
+
+def _parallelism_reasons(accelerator: Any) -> Iterator[str]:
+    if accelerator.distributed_type == DistributedType.FSDP:
+        version = accelerator.state.fsdp_plugin.fsdp_version
+        yield f"FSDP{version} shards the weights, and the engine needs them whole; use DDP"
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        yield "Megatron-LM splits the model; use DDP"
+    if accelerator.mixed_precision == "fp8":
+        yield "mixed_precision='fp8' is not supported; use bf16"
+    parallelism = accelerator.parallelism_config
+    for kind in ("tp", "cp", "sp"):
+        if getattr(parallelism, f"{kind}_size", 1) > 1:
+            yield f"{kind}_size > 1 splits each sequence or layer over GPUs; use DDP"
