@@ -19,7 +19,7 @@ from rollout.kv_cache import KVCache
 PAGED_ATTENTION = "twinslot_paged"
 
 # What models hand to an attention function and what does not change its result here.
-_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"})
+_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache"})
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def paged_attention_forward(
     Raises:
         UnsupportedModel: The model asks for something that paged attention does not do.
     """
-    asked = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
+    harmless = _HARMLESS | {name for name in others if name.startswith("output_")}
+    asked = [name for name, value in others.items() if value is not None and name not in harmless]
     if asked or attention_mask is not None:
         raise UnsupportedModel(
             f"{type(module).__name__} passes {asked or ['attention_mask']} to its attention, which "
@@ -134,9 +135,7 @@ def paged_attention_forward(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     with torch.autocast(query.device.type, enabled=False):
         paged.store(layer, keys_TKD, values_TKD)
-        output = paged.attend(
-            layer, query_THD, scale=scale, window=sliding_window, softcap=softcap
-        )
+        output = paged.attend(layer, query_THD, scale=scale, window=sliding_window, softcap=softcap)
     return output[None], None
 
 

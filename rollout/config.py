@@ -51,7 +51,9 @@ class RolloutConfig:
             if getattr(self, name) is not None:
                 self._check_count(name)
         if self.num_slots not in (1, 2):
-            raise ConfigError(f"num_slots={self.num_slots!r}: 2 overlaps host and device, 1 does not")
+            raise ConfigError(
+                f"num_slots={self.num_slots!r}: 2 overlaps host and device, 1 does not"
+            )
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)

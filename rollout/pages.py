@@ -89,4 +89,6 @@ class PageAllocator:
     def check(self, held: Ints) -> None:
         """Assert that free and `held` pages are all pages, each once."""
         everything = np.sort(np.concatenate([np.array(self._free, np.int64), held]))
-        assert np.array_equal(everything, np.arange(1, self.num_pages)), "a page leaked or is shared"
+        assert np.array_equal(everything, np.arange(1, self.num_pages)), (
+            "a page leaked or is shared"
+        )

@@ -52,7 +52,9 @@ class SamplingParams:
                 f"max_new_tokens={self.max_new_tokens!r}: it must be a whole number of at least 1"
             )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature={self.temperature!r}: it must be finite and at least 0")
+            raise RequestError(
+                f"temperature={self.temperature!r}: it must be finite and at least 0"
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,9 @@ def check_model(model: nn.Module) -> None:
         UnsupportedModel: The reason, and the way out.
     """
     for reason in _reasons(model):
-        raise UnsupportedModel(f"{type(base_of(model)).__name__} cannot run on the engine: {reason}")
+        raise UnsupportedModel(
+            f"{type(base_of(model)).__name__} cannot run on the engine: {reason}"
+        )
 
 
 def check_placed(model: nn.Module) -> None:

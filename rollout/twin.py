@@ -183,9 +183,9 @@ class Twin:
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
     """The same storage, class and attributes, without gradient."""
-    twin = torch.Tensor._make_subclass(type(parameter), parameter.data, False)  # type: ignore[arg-type]
+    twin = torch.Tensor._make_subclass(type(parameter), parameter.data, False)
     twin.__dict__.update(parameter.__dict__)
-    return twin  # type: ignore[return-value]
+    return twin
 
 
 def _forget_trainer(module: nn.Module) -> None:

@@ -197,7 +197,9 @@ class RolloutGenerator:
         if failure is not None:
             raise failure
         if num_failed:
-            raise RolloutError(f"the rollout failed on {num_failed} other rank(s); see their errors")
+            raise RolloutError(
+                f"the rollout failed on {num_failed} other rank(s); see their errors"
+            )
 
 
 class _PolicyVersions(TrainerCallback):

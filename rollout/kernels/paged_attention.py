@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def store_kv(
-    keys_TKD: Tensor, values_TKD: Tensor, cache: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor]
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
 ) -> None:
     """Write packed keys and values into their places in the cache.
 

@@ -14,19 +14,21 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 
 
-def philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox(key: Tensor, counter: Words) -> Words:
     """Four random words for each key and counter.
 
     Args:
         key: int64, the 64 key bits.
-        counter: Lowest two of the counter's four 32-bit words, int64, broadcast against `key`.
+        counter: The counter's four 32-bit words, lowest first, int64, broadcast against `key`.
 
     Returns:
         Four int64 tensors of the broadcast shape, each in `[0, 2**32)`.
     """
     key_0, key_1 = key & _MASK, (key >> 32) & _MASK
-    word_0, word_1 = torch.broadcast_tensors(*counter)
-    word_2 = word_3 = torch.zeros_like(word_0)
+    word_0, word_1, word_2, word_3 = counter
     for _ in range(_ROUNDS):
         # Products wrap around in int64, which leaves all 64 of their bits right.
         product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
@@ -42,7 +44,7 @@ def philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor,
 def exponential(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Standard exponential noise, one number for each row and token.
 
-    Token `v` takes word `v % 4` of counter `(v // 4, position)`. A word `w` becomes
+    Token `v` takes word `v % 4` of counter `(v // 4, position, 0, 0)`. A word `w` becomes
     `-log1p(-(w + 0.5) / 2**32)`: small values, which decide an argmax, keep all their bits.
 
     Args:
@@ -53,7 +55,10 @@ def exponential(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     Returns:
         float32, `(rows, vocab)`, positive and finite.
     """
-    quads = torch.arange(-(-vocab // 4), device=seeds.device)
-    words = philox(seeds[:, None], (quads[None, :], positions[:, None]))
+    quads, positions = torch.broadcast_tensors(
+        torch.arange(-(-vocab // 4), device=seeds.device), positions[:, None]
+    )
+    zeros = torch.zeros_like(quads)
+    words = philox(seeds[:, None], (quads, positions, zeros, zeros))
     uniform = (torch.stack(words, dim=-1).flatten(1)[:, :vocab].to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))

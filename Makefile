@@ -1,0 +1,52 @@
+# `make` alone lists the targets. Everything runs in .venv, which is made on first use.
+
+PYTHON ?= python3
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+
+.PHONY: help demo test check format test-gpu clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY)  ## train a small model with GRPO; options in ARGS="..."
+	$(BIN)/python examples/grpo.py $(ARGS)
+
+test: $(READY)  ## run the tests; other pytest options in PYTEST_ARGS="..."
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY)  ## lint, formatting, types, and who may import whom
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)  ## format the code and mend what can be mended
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test-gpu: $(READY)  ## run the tests that need a GPU; fails where there is none
+	ROLLOUT_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu $(ARGS)
+
+clean:  ## delete .venv, caches and build files; keeps wandb/ and outputs/
+	rm -rf .venv build dist *.egg-info .hypothesis
+	rm -rf .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first, so that everything after it sees the pinned one.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "twinslot needs Python 3.11 or newer; '$(PYTHON)' is" \
+			"$$($(PYTHON) --version 2>/dev/null || echo 'not there or does not start')." \
+			"Name another one: make PYTHON=python3.11 ..." >&2; \
+		exit 1; }
+	@echo "Setting up .venv (once, 2 to 10 minutes, several GB: torch is large) ..."
+	@$(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) torch
+	@$(PIP_INSTALL) -e ".[dev]"
+	@touch $@

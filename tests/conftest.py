@@ -1,0 +1,42 @@
+"""What every test runs under: no network, one thread, and a GPU only where one is asked for."""
+
+import os
+
+# Read by the libraries when they are imported, so before anything else is.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)  # tests run beside each other, one process a core
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("thorough", deadline=None, max_examples=2000)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
+)
+
+NUM_GPUS = {"gpu": 1, "multigpu": 2}  # marker -> CUDA devices that the test needs
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose GPUs are not there, or fail it where ROLLOUT_REQUIRE_GPU promised them.
+
+    ROLLOUT_REQUIRE_GPU is the number of GPUs that have to be there: a GPU run must not be green
+    because it skipped everything.
+    """
+    needed = max((n for mark, n in NUM_GPUS.items() if item.get_closest_marker(mark)), default=0)
+    if needed == 0:
+        return
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found >= needed:
+        return
+    message = f"needs {needed} CUDA device(s), {found} found"
+    required = int(os.environ.get("ROLLOUT_REQUIRE_GPU") or "0")
+    if required >= needed:
+        pytest.fail(f"{message}, and ROLLOUT_REQUIRE_GPU={required}", pytrace=False)
+    pytest.skip(message)

@@ -1,0 +1,67 @@
+"""A model whose rows cannot influence each other, and a device that lags behind the host."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout import RolloutEngine
+from rollout.forward import Forward
+from rollout.kernels.paged_attention import gather_kv
+from rollout.slots import IOSlot
+
+
+class HistoryModel:
+    """Logits are a hash of the row's own tokens, in whole numbers: the same bits in any batch.
+
+    It keeps the tokens in the KV cache as keys, so a page or lane that is mixed up shows.
+    """
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+
+    def logits(self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged) -> Tensor:
+        layout = paged.kv_cache.layout
+        states = tokens_T[:, None, None].expand(-1, layout.num_kv_heads, layout.head_dim)
+        paged.store(0, states.float(), states.float())
+        if len(rows) == 0:
+            return torch.zeros(0, self._vocab)
+        tables = paged.block_table_LP[paged.lanes_T]
+        keys, _ = gather_kv(paged.kv_cache.layer(0), tables, paged.max_context)
+        places = torch.arange(paged.max_context)
+        weighed = (keys[:, :, 0, 0].long() + 1) * (places * 7 + 3)
+        history = (weighed * (places <= positions_T[:, None])).sum(1) % 99_991
+        return ((history[:, None] * (torch.arange(self._vocab) + 1) * 31) % 997).float() / 100
+
+
+def with_history_model(engine: RolloutEngine) -> RolloutEngine:
+    """`engine` with its model replaced."""
+    lanes = engine.forward._lanes
+    engine.forward = Forward(HistoryModel(engine.twin.vocab_size), engine.kv_cache, lanes)
+    return engine
+
+
+def with_lagging_device(engine: RolloutEngine) -> RolloutEngine:
+    """`engine` on a device that runs a batch only when the host waits for it.
+
+    Uploads, kernels and downloads are queued, so anything that the host overwrites too early,
+    or reads before it has waited, gives other tokens.
+    """
+    queue: list[tuple[IOSlot, Callable[[], None]]] = []
+
+    def later(call: Callable[..., None], slot: IOSlot) -> Callable[..., None]:
+        return lambda *args: queue.append((slot, partial(call, *args)))
+
+    def waiting(slot: IOSlot, wait: Callable[[], Any]) -> Any:
+        while queue and queue[0][0] is slot:
+            queue.pop(0)[1]()
+        return wait()
+
+    run = engine.forward.run
+    engine.forward.run = lambda slot: queue.append((slot, partial(run, slot)))
+    for slot in engine.slots._slots:
+        slot.upload, slot.download = later(slot.upload, slot), later(slot.download, slot)
+        slot.wait = partial(waiting, slot, slot.wait)
+    return engine

@@ -1,0 +1,99 @@
+"""Paged attention against dense attention written another way, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout.attention import PagedAttention, Run, paged_attention_forward
+from rollout.errors import UnsupportedModel
+from rollout.kv_cache import KVCache, KVLayout
+
+HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
+
+
+def layer() -> nn.Module:
+    module = nn.Module()
+    module.layer_idx = 1
+    return module
+
+
+def dense(query, keys, values, window, softcap):
+    """One sequence by the textbook; `query` `(H, T, D)`, its last token is the last key."""
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (keys, values))
+    context, num_queries = keys.shape[1], query.shape[1]
+    position = torch.arange(context)
+    behind = position[context - num_queries :, None] - position
+    visible = (behind >= 0) & (behind < (window or context))
+    if softcap is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=0.3)
+    scores = softcap * torch.tanh(query @ keys.mT * 0.3 / softcap)
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
+    torch.manual_seed(0)
+    lengths = [1, 4, 5, 11]
+    cache = KVCache(
+        KVLayout(
+            num_layers=2,
+            page_tokens=PAGE,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype=torch.float32,
+        ),
+        torch.device("cpu"),
+    )
+    cache.grow(20)
+    # Unused places hold NaN: a score or a value that slips in shows.
+    for part in cache.layer(1):
+        part.fill_(torch.nan)
+    tables = (torch.randperm(19)[:16] + 1).view(4, 4)
+    q, k, v = (
+        [torch.randn(heads, n + 1, DIM) for n in lengths] for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+    def run(spans, runs):
+        """Run tokens `[start, stop)` of each (row, start, stop), packed."""
+        lanes = torch.cat([torch.full((stop - start,), row) for row, start, stop in spans])
+        positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
+        packed = [torch.cat([x[r][:, a:b] for r, a, b in spans], 1)[None] for x in (q, k, v)]
+        longest = int(positions.max()) + 1
+        paged = PagedAttention(cache, tables, lanes, positions, longest, runs)
+        output, _ = paged_attention_forward(
+            layer(), *packed, None, paged=paged, scaling=0.3, sliding_window=window, softcap=softcap
+        )
+        return output[0]
+
+    def check(spans, output):
+        start = 0
+        for row, first, stop in spans:
+            mine = output[start : start + stop - first].transpose(0, 1)
+            start += stop - first
+            context = slice(0, stop)
+            wanted = dense(
+                q[row][:, first:stop], k[row][:, context], v[row][:, context], window, softcap
+            )
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+
+    # Row 3 in two pieces, the others whole; then one decode step of all rows.
+    for spans in ([(0, 0, 1), (3, 0, 6)], [(1, 0, 4), (2, 0, 5), (3, 6, 11)]):
+        runs, start = [], 0
+        for row, first, stop in spans:
+            runs.append(Run(row, start, start + stop - first, stop))
+            start += stop - first
+        check(spans, run(spans, runs))
+    spans = [(row, n, n + 1) for row, n in enumerate(lengths)]
+    check(spans, run(spans, None))
+
+
+def test_what_paged_attention_does_not_know_is_refused_by_name():
+    states = torch.randn(1, HEADS, 1, DIM)
+    with pytest.raises(UnsupportedModel, match=r"Module passes \['s_aux'\]"):
+        paged_attention_forward(
+            layer(), states, states, states, None, paged=None, s_aux=torch.ones(HEADS)
+        )
+    with pytest.raises(UnsupportedModel, match="attention_mask"):
+        paged_attention_forward(layer(), states, states, states, torch.ones(1), paged=None)

@@ -1,0 +1,302 @@
+"""House rules that no linter knows.
+
+Each rule is a function from text to the places that break it, so that it can be shown a broken
+text here: a check that cannot fail holds nothing.
+"""
+
+import ast
+import doctest
+import importlib
+import io
+import re
+import subprocess
+import sys
+import textwrap
+import tokenize
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("rollout", "trainers")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+ENGINE_SOURCES = [path for path in SOURCES if path.is_relative_to(ROOT / "rollout")]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+HOST_HALF = next(
+    contract["source_modules"]
+    for contract in PYPROJECT["tool"]["importlinter"]["contracts"]
+    if contract["name"] == "the host half knows no tensor"
+)
+
+BLOCKING = {"item", "tolist", "cpu", "synchronize", "nonzero"}
+MAX_LINES = 400
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=name_of)
+
+
+# --- the host waits for the device only where the line says so
+
+
+def comments(source: str) -> dict[int, str]:
+    """Line number -> the comment on that line."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+
+
+def imports_torch(source: str) -> bool:
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module)
+    return any(name.split(".")[0] == "torch" for name in imported)
+
+
+def untagged_waits(source: str) -> list[str]:
+    """Calls in a file that imports torch which may make the host wait, on lines without a tag.
+
+    A call over several lines may carry its `# SYNC:` on any of them.
+    """
+    if not imports_torch(source):
+        return []
+    tagged = {line for line, comment in comments(source).items() if "# SYNC: " in comment}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        receiver = node.func.value
+        is_numpy = isinstance(receiver, ast.Name) and receiver.id in ("np", "numpy")
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if node.func.attr in BLOCKING and not is_numpy and tagged.isdisjoint(lines):
+            found.append(f"{node.func.end_lineno}: .{node.func.attr}()")
+    return found
+
+
+@each(ENGINE_SOURCES)
+def test_host_waits_only_where_tagged(path):
+    found = untagged_waits(path.read_text(encoding="utf-8"))
+    assert not found, f"{name_of(path)} may wait for the device without a `# SYNC: why`: {found}"
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("x.item()", ["2: .item()"]),
+        ("x.item()  # SYNC: the one wait of a step", []),
+        ("x.item()  # SYNC:", ["2: .item()"]),
+        ("x.item(), '# SYNC: text in a string'", ["2: .item()"]),
+        ("(x\n  .view(-1)\n  .tolist())", ["4: .tolist()"]),
+        ("(x\n  .view(-1)\n  .tolist()  # SYNC: rows are done\n)", []),
+        ("torch.nonzero(x)", ["2: .nonzero()"]),
+        ("np.nonzero(x)", []),
+        ("x.item, torch.device('cpu')", []),
+    ],
+)
+def test_untagged_waits_are_found(body, found):
+    assert untagged_waits(f"import torch\n{body}\n") == found
+    assert untagged_waits(f"from torch import Tensor\n{body}\n") == found
+    assert untagged_waits(f"import numpy as np\n{body}\n") == []
+
+
+# --- tags carry a reason
+
+
+def malformed_tags(source: str) -> list[str]:
+    """Tags that grep would miss or that say nothing; the form is `# ORDER: why`."""
+    tags = re.compile(r"# ?(?:SYNC|ORDER|ALIAS)\b")
+    well_formed = re.compile(r"# (?:SYNC|ORDER|ALIAS): \S")
+    return [
+        f"{line}: {comment}"
+        for line, comment in comments(source).items()
+        for tag in tags.finditer(comment)
+        if not well_formed.match(comment, tag.start())
+    ]
+
+
+@each(SOURCES)
+def test_tags_say_why(path):
+    found = malformed_tags(path.read_text(encoding="utf-8"))
+    assert not found, f"{name_of(path)}: write `# ORDER: why`, not {found}"
+
+
+def test_malformed_tags_are_found():
+    fine = "x = 1  # noqa: E501  # ALIAS: the trainer's storage\n# ORDER: waits `computed`\n"
+    assert malformed_tags(fine) == []
+    for tag in ("# ORDER:", "# ORDER: ", "#ORDER: why", "# ALIAS why", "# SYNC:why"):
+        assert malformed_tags(f"x = 1  {tag}\n") == [f"1: {tag}"]
+
+
+# --- the host half runs, and is tested, without torch
+
+
+@pytest.mark.parametrize("module", ["rollout", *HOST_HALF])
+def test_imports_no_torch(module):
+    code = f"import sys, {module}; print(*sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "", f"importing {module} imports {result.stdout.strip()}"
+
+
+# --- the door
+
+
+def test_public_names_are_sorted_and_exist():
+    rollout = importlib.import_module("rollout")
+    names = list(rollout.__all__)
+    assert names == sorted(set(names))
+    missing = [name for name in names if not hasattr(rollout, name)]
+    assert not missing, f"rollout.__all__ promises {missing}"
+
+
+@each(ENGINE_SOURCES)
+def test_examples_in_docstrings_are_true(path):
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
+def test_every_package_is_shipped():
+    packages = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in SOURCES}
+    assert sorted(packages) == sorted(PYPROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_version_is_the_changelogs():
+    changelog = (ROOT / ".github" / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert PYPROJECT["project"]["version"] == newest_version(changelog)
+
+
+def newest_version(changelog: str) -> str:
+    headings = re.findall(r"^## \[?([^\]\s]+)\]?", changelog, flags=re.MULTILINE)
+    return next(heading for heading in headings if heading.lower() != "unreleased")
+
+
+def test_newest_version_is_found():
+    assert newest_version("# Changelog\n\n## [Unreleased]\n\n## [1.2.0] - 2030-01-01\n") == "1.2.0"
+    assert newest_version("## 0.3.1\n\n### Added\n\n## 0.3.0\n") == "0.3.1"
+
+
+# --- the map: README's file tree
+
+
+@each(SOURCES)
+def test_file_fits_in_a_head(path):
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MAX_LINES, f"{name_of(path)} has {num_lines} lines, at most {MAX_LINES}"
+
+
+def first_sentence(docstring: str) -> str:
+    """Up to the first full stop, exclamation or question mark that ends a word, on one line."""
+    text = " ".join(docstring.split())
+    match = re.match(r".*?[.!?](?=\s|$)", text)
+    return match.group() if match else text
+
+
+def readme_tree(readme: str) -> dict[str, str]:
+    """Path of a file -> its line, from the fenced block under the heading `## The code`.
+
+    A line that ends in a slash opens a folder, whose lines are indented below it. A deeper line
+    that begins with neither a file nor a folder goes on with the text of the one before.
+    """
+    section = re.search(r"^## The code\s*$(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL)
+    block = section and re.search(r"^```\w*\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
+    assert block, "README has no fenced block under a heading '## The code'"
+    tree: dict[str, str] = {}
+    folders: list[tuple[int, str]] = []  # indent and name, outermost first
+    last = None
+    for line in block[1].splitlines():
+        if not line.strip():
+            continue
+        indent = len(line) - len(line.lstrip())
+        name, _, text = line.strip().partition(" ")
+        if name.endswith("/") or re.fullmatch(r"[\w./-]+\.\w+", name):
+            folders = [(depth, folder) for depth, folder in folders if depth < indent]
+            path = "".join(folder for _, folder in folders) + name
+            if name.endswith("/"):
+                folders.append((indent, name))
+                last = None
+            else:
+                assert path not in tree, f"README's tree has {path} twice"
+                tree[path] = text.strip()
+                last = path
+        elif last is not None:
+            tree[last] += " " + line.strip()
+    return tree
+
+
+def test_readme_tree_is_the_code():
+    tree = readme_tree((ROOT / "README.md").read_text(encoding="utf-8"))
+    tree = {path: text for path, text in tree.items() if path.startswith(PACKAGES)}
+    sources = {name_of(path): path for path in SOURCES}
+    assert sorted(tree) == sorted(sources), "README's tree and the files differ"
+    docstrings = {
+        name: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for name, path in sources.items()
+    }
+    assert tree == {name: first_sentence(text) for name, text in docstrings.items()}
+
+
+def test_readme_tree_is_read():
+    readme = textwrap.dedent(
+        """\
+        # Name
+
+        ```
+        rollout/
+          not_this.py      An earlier block.
+        ```
+
+        ## The code
+
+        Read it in this order.
+
+        ```text
+        rollout/
+          __init__.py      The door.
+          engine.py        The loop, and the engine's life: open,
+                           step, close.
+          kernels/
+            philox.py      Noise.
+
+          errors.py        Everything raised.
+        trainers/          the only folder that knows TRL
+          generator.py     TRL's seam.
+        examples/
+          README.md        How to run them.
+        ```
+
+        ## More
+
+        ```
+        rollout/
+          nor_this.py      A later block.
+        ```
+        """
+    )
+    assert readme_tree(readme) == {
+        "rollout/__init__.py": "The door.",
+        "rollout/engine.py": "The loop, and the engine's life: open, step, close.",
+        "rollout/kernels/philox.py": "Noise.",
+        "rollout/errors.py": "Everything raised.",
+        "trainers/generator.py": "TRL's seam.",
+        "examples/README.md": "How to run them.",
+    }
+    flat = "## The code\n```\nrollout/\n  kernels/philox.py  Noise.\n```\n"
+    assert readme_tree(flat) == {"rollout/kernels/philox.py": "Noise."}
+    with pytest.raises(AssertionError, match="no fenced block"):
+        readme_tree("# Name\n\n## The code\n\n## More\n\n```\nrollout/\n```\n")
+
+
+def test_first_sentence_is_found():
+    assert first_sentence("A file.py that\n  does this. And that.\n\nMore.") == (
+        "A file.py that does this."
+    )
+    assert first_sentence("No full stop") == "No full stop"

@@ -1,0 +1,241 @@
+"""The engine against `model.generate` and a full forward, and against itself."""
+
+import random
+
+import fakes
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+
+SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 11}
+
+
+def engine_for(model, **changes):
+    return RolloutEngine(model, RolloutConfig(**{**SMALL, **changes}))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_greedy_tokens_equal_generate_and_logprobs_a_full_forward(family):
+    model, prompts = tiny.build(family), tiny.prompts(9)
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.0, eos_token_ids=(tiny.EOS,))
+    with engine_for(model) as engine:
+        completions = engine.generate(prompts, sampling)
+    model.eval()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.token_ids == tiny.greedy(model, prompt, 24)
+        wanted = tiny.logprobs(model, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
+        by_eos = completion.token_ids[-1] == tiny.EOS
+        assert completion.finish_reason == ("stop" if by_eos else "length")
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_sampled_logprobs_are_the_trainers_at_temperature(family):
+    model, prompts = tiny.build(family), tiny.prompts(9, seed=1)
+    sampling = SamplingParams(max_new_tokens=20, temperature=1.7, eos_token_ids=(tiny.EOS,))
+    with engine_for(model) as engine:
+        completions = engine.generate(prompts, sampling, seeds=range(100, 109))
+    model.eval()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        wanted = tiny.logprobs(model, prompt, completion.token_ids, temperature=1.7)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert len({tuple(completion.token_ids) for completion in completions}) == len(prompts)
+
+
+def rows_of(prompts, sampling, seeds, order, wrap=lambda engine: engine, **changes):
+    """Completions in the order of `prompts`, run in another order."""
+    with wrap(engine_for(tiny.build(), **changes)) as engine:
+        completions = engine.generate(
+            [prompts[i] for i in order], [sampling[i] for i in order], [seeds[i] for i in order]
+        )
+        engine.scheduler.check()
+        assert not engine.busy
+    back = dict(zip(order, completions, strict=True))
+    return [(back[i].token_ids, back[i].logprobs) for i in range(len(prompts))]
+
+
+def workload(count=23):
+    prompts = tiny.prompts(count, seed=3)
+    sampling = [
+        SamplingParams(
+            max_new_tokens=1 + i % 19, temperature=0.5 + i % 3, eos_token_ids=(tiny.EOS, 20 + i % 4)
+        )
+        for i in range(count)
+    ]
+    return prompts, sampling, [i * i + 5 for i in range(count)]
+
+
+SETTINGS = [
+    {"num_slots": 1},
+    {"max_rows": 1},
+    {"max_rows": 7},
+    {"max_rows": 64, "page_tokens": 16},
+    {"prefill_tokens": 1},
+    {"prefill_tokens": 1000, "page_tokens": 3},
+    {"num_slots": 1, "max_rows": 5, "page_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("shuffle", [0, 1])
+def test_rows_are_bitwise_the_same_in_any_batch(settings, shuffle):
+    work = workload()
+    order = list(range(len(work[0])))
+    wanted = rows_of(*work, order, wrap=fakes.with_history_model)
+    random.Random(shuffle).shuffle(order)
+    assert rows_of(*work, order, wrap=fakes.with_history_model, **settings) == wanted
+    assert len({tuple(tokens) for tokens, _ in wanted}) > 15
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_real_models_give_equal_tokens_in_any_batch(settings):
+    work = workload()
+    order = list(range(len(work[0])))
+    wanted = rows_of(*work, order)
+    random.Random(1).shuffle(order)
+    found = rows_of(*work, order, **settings)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+    for (_, ours), (_, theirs) in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_kv_bytes_bounds_the_pages_and_changes_no_row():
+    work = workload()
+    order = list(range(len(work[0])))
+    wanted = rows_of(*work, order, wrap=fakes.with_history_model)
+    with engine_for(tiny.build()) as engine:
+        page_bytes = engine.kv_cache.layout.page_bytes
+    # The longest row has 14 + 19 tokens: 8 pages of 4, and the trash page.
+    tight = {"kv_bytes": 9 * page_bytes}
+    assert rows_of(*work, order, wrap=fakes.with_history_model, **tight) == wanted
+
+
+def test_submit_and_step_serve_rows_that_arrive_while_others_run():
+    prompts, sampling, seeds = workload()
+    wanted = rows_of(prompts, sampling, seeds, range(len(prompts)), wrap=fakes.with_history_model)
+    with fakes.with_history_model(engine_for(tiny.build())) as engine:
+        waiting, done, ids = list(range(len(prompts))), {}, {}
+        while waiting or engine.busy:
+            if waiting:
+                i = waiting.pop(0)
+                ids[engine.submit(prompts[i], sampling[i], seeds[i])] = i
+            for completion in engine.step():
+                done[ids[completion.row]] = (completion.token_ids, completion.logprobs)
+        assert engine.step() == []
+        assert engine.policy_version == 1
+    assert [done[i] for i in range(len(prompts))] == wanted
+
+
+def test_each_rollout_runs_on_the_weights_of_its_moment():
+    model = tiny.build()
+    sampling = SamplingParams(max_new_tokens=12, temperature=1.0)
+    prompt = tiny.prompts(1)[0]
+    with engine_for(model) as engine:
+        for version in range(1, 4):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+            (completion,) = engine.generate([prompt], sampling)
+            assert completion.policy_version == engine.policy_version == version
+            wanted = tiny.logprobs(model.eval(), prompt, completion.token_ids)
+            assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
+        engine.generate([prompt], sampling, same_weights=True)
+        assert engine.policy_version == 3
+
+
+def states(model):
+    """Everything about a model that a rollout must leave alone."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {
+        "modes": [module.training for module in model.modules()],
+        "storage": [(t.data_ptr(), t.dtype, t.shape, t.requires_grad) for t in tensors],
+        "values": [t.detach().clone() for t in tensors],
+        "attention": model.config._attn_implementation,
+        "attributes": [sorted(module.__dict__) for module in model.modules()],
+    }
+
+
+def global_random_states():
+    return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_model_and_global_random_states_are_left_as_found(fail, training):
+    model = tiny.build().train(training)
+    model.gradient_checkpointing_enable()
+    before, randomness = states(model), global_random_states()
+    with engine_for(model) as engine:
+        if fail:
+            engine.forward._decode = None
+            with pytest.raises(TypeError):
+                engine.generate(tiny.prompts(5), SamplingParams(max_new_tokens=5))
+        else:
+            engine.generate(tiny.prompts(5), SamplingParams(max_new_tokens=5))
+    after = states(model)
+    assert global_random_states() == randomness
+    assert all(map(torch.equal, before.pop("values"), after.pop("values")))
+    assert after == before
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("part", ["_prefill", "_decode"])
+@pytest.mark.parametrize("nth", [1, 5])
+def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(num_slots, part, nth):
+    work = workload()
+    order = range(len(work[0]))
+    wanted = rows_of(*work, order, wrap=fakes.with_history_model)
+    with fakes.with_history_model(engine_for(tiny.build(), num_slots=num_slots)) as engine:
+        run, calls = getattr(engine.forward, part), []
+
+        def failing(*args):
+            calls.append(args)
+            if len(calls) == nth:
+                raise MemoryError("injected")
+            run(*args)
+
+        setattr(engine.forward, part, failing)
+        with pytest.raises(MemoryError, match="injected"):
+            engine.generate(*work)
+        assert not engine.busy
+        assert engine.scheduler.pages.num_used == 0
+        engine.scheduler.check()
+        completions = engine.generate(*work)
+    assert [(c.token_ids, c.logprobs) for c in completions] == wanted
+
+
+def test_logits_that_are_not_numbers_are_an_error_not_a_completion():
+    from rollout import RolloutError
+
+    model = tiny.build()
+    with engine_for(model) as engine:
+        healthy = model.lm_head.weight.detach().clone()
+        with torch.no_grad():
+            model.lm_head.weight.fill_(torch.nan)
+        with pytest.raises(RolloutError, match="logits are not finite"):
+            engine.generate([[9]], SamplingParams(max_new_tokens=5))
+        with torch.no_grad():
+            model.lm_head.weight.copy_(healthy)
+        assert len(engine.generate([[9]], SamplingParams(max_new_tokens=5))) == 1
+
+
+def test_progress_bar_counts_rows(capsys):
+    with engine_for(tiny.build(), progress_bar=True) as engine:
+        engine.generate(tiny.prompts(6), SamplingParams(max_new_tokens=3))
+    assert "6/6" in capsys.readouterr().err
+
+
+def test_stats_count_what_was_done():
+    with fakes.with_history_model(engine_for(tiny.build())) as engine:
+        completions = engine.generate(*workload())
+        stats = engine.stats
+    by_eos = sum(completion.finish_reason == "stop" for completion in completions)
+    assert stats.generated_tokens == sum(len(completion.token_ids) for completion in completions)
+    # Rows that reach max_new_tokens never overrun; an EOS may come in a row's last step.
+    assert 0 < stats.overrun_tokens <= by_eos
+    assert 1 < stats.rows_live <= 4
+    assert 0 < stats.peak_pages <= 4 * 9
+    assert stats.duration_s > 0

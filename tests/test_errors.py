@@ -1,0 +1,148 @@
+"""Bad input: an error of ours that names the value and the knob, and an engine that goes on."""
+
+import math
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout import (
+    ConfigError,
+    EngineBusy,
+    EngineClosed,
+    OutOfPages,
+    RequestError,
+    RolloutConfig,
+    RolloutEngine,
+    RolloutError,
+    SamplingParams,
+    UnsupportedModel,
+)
+
+FIVE = SamplingParams(max_new_tokens=5)
+
+
+@pytest.fixture
+def engine():
+    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=2, page_tokens=4)) as engine:
+        yield engine
+        # Whatever was refused, the engine still serves.
+        assert len(engine.generate([[9, 10]], FIVE)[0].token_ids) == 5
+        engine.scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "empty prompt"),
+        ([9, 61], "token id 61 is outside the vocabulary, 0 to 60"),
+        ([-1], "token id -1 is outside"),
+        ([9] * 252, "a prompt of 252 tokens and max_new_tokens=5 pass the 256 .* max_row_tokens"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_nothing_runs(engine, prompt, message):
+    with pytest.raises(RequestError, match=message):
+        engine.generate([[9], prompt], FIVE)
+    with pytest.raises(RequestError, match=message):
+        engine.submit(prompt, FIVE)
+    assert not engine.busy
+    assert engine.policy_version == 0
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_named(engine, seed):
+    with pytest.raises(RequestError, match=f"seed={seed}"):
+        engine.generate([[9]], FIVE, seeds=[seed])
+
+
+def test_counts_that_do_not_match_are_named(engine):
+    with pytest.raises(RequestError, match="1 seeds for 2 prompts"):
+        engine.generate([[9], [9]], FIVE, seeds=[1])
+    with pytest.raises(RequestError, match="3 sampling for 2 prompts"):
+        engine.generate([[9], [9]], [FIVE] * 3)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 5, "temperature": -0.1}, "temperature=-0.1"),
+        ({"max_new_tokens": 5, "temperature": math.nan}, "temperature=nan"),
+        ({"max_new_tokens": 5, "temperature": math.inf}, "temperature=inf"),
+        ({"max_new_tokens": math.nan}, "max_new_tokens=nan"),
+        ({"max_new_tokens": 5, "top_p": 0.9}, "SamplingParams has no 'top_p'"),
+    ],
+)
+def test_bad_sampling_is_named(knobs, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_row": 4}, "no 'max_row'; did you mean 'max_rows'"),
+        ({"max_rows": 0}, "max_rows=0"),
+        ({"max_rows": math.nan}, "max_rows=nan"),
+        ({"page_tokens": 2.5}, "page_tokens=2.5"),
+        ({"kv_bytes": -1}, "kv_bytes=-1"),
+        ({"num_slots": 3}, "num_slots=3"),
+    ],
+)
+def test_bad_config_is_named(knobs, message):
+    with pytest.raises(ConfigError, match=message):
+        RolloutConfig(**knobs)
+
+
+def test_one_row_larger_than_all_pages_says_what_to_raise():
+    probe = RolloutEngine(tiny.build(), RolloutConfig(page_tokens=4))
+    page_bytes = probe.kv_cache.layout.page_bytes
+    config = RolloutConfig(max_rows=2, page_tokens=4, kv_bytes=3 * page_bytes + 1)
+    with RolloutEngine(tiny.build(), config) as engine:
+        wanted = rf"10 tokens needs 3 KV pages, and kv_bytes={config.kv_bytes} pays for 2"
+        with pytest.raises(OutOfPages, match=wanted):
+            engine.generate([[9], [9] * 5], FIVE)
+        assert len(engine.generate([[9], [9] * 4], FIVE)) == 2
+
+
+def test_generate_waits_for_nobody_elses_rows(engine):
+    engine.submit([9, 10], FIVE)
+    with pytest.raises(EngineBusy, match="submit"):
+        engine.generate([[9]], FIVE)
+    while engine.busy:
+        engine.step()
+
+
+def test_a_closed_engine_says_so():
+    engine = RolloutEngine(tiny.build())
+    engine.submit([9], FIVE)
+    engine.close()
+    engine.close()
+    for call in (
+        lambda: engine.generate([[9]], FIVE),
+        lambda: engine.submit([9], FIVE),
+        engine.step,
+    ):
+        with pytest.raises(EngineClosed, match="make a new one"):
+            call()
+    assert not engine.busy
+
+
+def test_a_model_on_meta_is_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny.build().config)
+    with pytest.raises(UnsupportedModel, match="meta device"):
+        RolloutEngine(model)
+
+
+def test_every_error_of_ours_is_a_rollout_error():
+    for error in (
+        ConfigError,
+        EngineBusy,
+        EngineClosed,
+        OutOfPages,
+        RequestError,
+        UnsupportedModel,
+    ):
+        assert issubclass(error, RolloutError)

@@ -1,0 +1,287 @@
+"""A stock GRPOTrainer with the engine as its generator."""
+
+import random
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import trl_trainer
+from peft import LoraConfig
+
+from rollout import RequestError, RolloutConfig, RolloutError
+from trainers import RolloutGenerator
+
+
+def spy(generator):
+    """Record each call's prompts, completions and log-probabilities with the trainer's own score.
+
+    The score is a full forward of the trainer's model right after the rollout, before anything
+    else can change its weights.
+    """
+    calls, generate = [], generator.generate
+
+    def recording(prompts, *args, **kwargs):
+        result = generate(prompts, *args, **kwargs)
+        trainer = generator._trainer
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        training = model.training
+        model.eval()
+        wanted = [
+            type(model).forward(model, torch.tensor([p + c])).logits[0, len(p) - 1 : -1]
+            for p, c in zip(prompts, result[1], strict=True)
+        ]
+        model.train(training)
+        scores = [
+            (logits.detach() / trainer.temperature)
+            .log_softmax(-1)
+            .gather(1, torch.tensor(c)[:, None])[:, 0]
+            for logits, c in zip(wanted, result[1], strict=True)
+        ]
+        logprobs = [torch.tensor([token[0] for token in row]) for row in result[2]]
+        gap = max((a - b).abs().max().item() for a, b in zip(scores, logprobs, strict=True))
+        calls.append(
+            {
+                "prompts": prompts,
+                "completions": result[1],
+                "gap": gap,
+                "training": training,
+                "step": trainer.state.global_step,
+                "version": generator.engine.policy_version,
+            }
+        )
+        return result
+
+    generator.generate = recording
+    return calls
+
+
+def test_a_stock_trainer_learns_with_correction_and_metrics(tmp_path):
+    trainer = trl_trainer.build(tmp_path, max_steps=4)
+    generator = trl_trainer.attach(trainer)
+    calls = spy(generator)
+    trainer.train()
+    assert len(calls) == 4
+    assert max(call["gap"] for call in calls) < 1e-5
+    assert trl_trainer.logged(trainer, "rollout/policy_version") == [c["version"] for c in calls]
+    assert len({call["version"] for call in calls}) == 4
+    for name in ("rollout/generated_tok_s", "rollout/duration_s", "rollout/kv_pages_used"):
+        assert all(value > 0 for value in trl_trainer.logged(trainer, name))
+    assert all(1 <= value <= 5 for value in trl_trainer.logged(trainer, "rollout/rows_live"))
+    # TRL's own correction and its metrics, which it gates on `use_vllm`.
+    ratios = trl_trainer.logged(trainer, "sampling/importance_sampling_ratio/mean")
+    assert ratios == pytest.approx([1.0] * 4, abs=1e-4)
+    gaps = trl_trainer.logged(trainer, "sampling/sampling_logp_difference/mean")
+    assert trl_trainer.logged(trainer, "rollout/logp_gap") == pytest.approx(gaps, abs=1e-9)
+    assert all(0 < gap < 1e-5 for gap in gaps)
+
+
+@pytest.mark.parametrize("door", ["attach", "rollout_func"])
+def test_every_rollout_runs_on_the_weights_that_the_trainer_then_has(tmp_path, door):
+    """Two train() calls, accumulation, several micro-steps a generation, eval between steps."""
+    arguments = {
+        "max_steps": 4,
+        "gradient_accumulation_steps": 3,
+        "steps_per_generation": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "generation_batch_size": None,
+    }
+    if door == "attach":
+        trainer = trl_trainer.build(tmp_path, **arguments)
+        generator = trl_trainer.attach(trainer)
+    else:
+        generator = RolloutGenerator(trl_trainer.ENGINE)
+        trainer = trl_trainer.build(tmp_path, rollout_func=generator, **arguments)
+    calls = spy(generator)
+    trainer.train()
+    trainer.args.max_steps = 6
+    trainer.train()
+    assert max(call["gap"] for call in calls) < 1e-5
+    evals = [call for call in calls if not call["training"]]
+    assert len(evals) >= 4
+    assert len(trl_trainer.logged(trainer, "eval_reward")) >= 2
+    assert len(trl_trainer.logged(trainer, "eval_rollout/generated_tok_s")) >= 2
+    # A version never spans two optimizer steps.
+    steps = {}
+    for call in calls:
+        steps.setdefault(call["version"], set()).add(call["step"])
+    assert all(len(of_version) == 1 for of_version in steps.values())
+    assert len(steps) > 8
+
+
+def test_completions_keep_their_eos_and_order_and_are_never_empty(tmp_path):
+    trainer = trl_trainer.build(tmp_path, max_steps=3, max_completion_length=30)
+    calls = spy(trl_trainer.attach(trainer))
+    trainer.train()
+    ended = 0
+    for call in calls:
+        assert len(call["completions"]) == len(call["prompts"]) == 8
+        for prompt, group in zip(call["prompts"][::4], (0, 4), strict=True):
+            assert call["prompts"][group : group + 4] == [prompt] * 4
+        for ids in call["completions"]:
+            assert 1 <= len(ids) <= 30
+            assert tiny.EOS not in ids[:-1]
+            ended += ids[-1] == tiny.EOS
+    assert ended
+
+
+def test_no_module_of_the_trainer_runs_during_a_rollout(tmp_path):
+    trainer = trl_trainer.build(tmp_path, max_steps=2, bf16=False, gradient_checkpointing=True)
+    ran = []
+
+    def watch():
+        for name, module in trainer.model.named_modules():
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+
+    watch()
+    generator = trl_trainer.attach(trainer)
+    watch()
+    generate, during = generator.generate, []
+
+    def guarded(*args, **kwargs):
+        before = len(ran)
+        result = generate(*args, **kwargs)
+        during.extend(ran[before:])
+        return result
+
+    generator.generate = guarded
+    trainer.train()
+    assert len(ran) > 100
+    assert during == []
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_trainer_and_the_random_states_are_left_as_found(tmp_path, fail):
+    trainer = trl_trainer.build(tmp_path, gradient_checkpointing=True)
+    generator = trl_trainer.attach(trainer)
+    model = trainer.model
+
+    def found():
+        return (
+            [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()],
+            [(p.data_ptr(), p.dtype, p.requires_grad) for p in model.parameters()],
+            model.config._attn_implementation,
+            torch.get_rng_state().tolist(),
+            str(np.random.get_state()),
+            random.getstate(),
+        )
+
+    for training in (True, False):
+        model.train(training)
+        before = found()
+        if fail:
+            with pytest.raises(RequestError, match="empty prompt"):
+                generator.generate([[9], []], None, 1)
+        else:
+            generator.generate([[9], [10, 11]], None, 1)
+        assert found() == before
+
+
+def test_seeds_differ_by_call_mode_and_row_and_come_again_on_resume(tmp_path):
+    def completions(seed=42, step=0, calls=2, training=True):
+        trainer = trl_trainer.build(tmp_path, seed=seed)
+        generator = trl_trainer.attach(trainer)
+        trainer.model.train(training)
+        trainer.state.global_step = step
+        return [generator.generate([[9, 10]] * 4, None, 4)[1] for _ in range(calls)]
+
+    first, second = completions()
+    assert completions() == [first, second]
+    different = [first, second, *completions(step=1), *completions(seed=1)]
+    different += completions(training=False)
+    rows = [tuple(row) for call in different for row in call]
+    assert len(set(rows)) == len(rows)
+
+
+def test_length_is_clipped_to_what_a_row_can_hold(tmp_path):
+    trainer = trl_trainer.build(tmp_path, max_completion_length=30)
+    config = RolloutConfig(max_rows=4, page_tokens=4, max_row_tokens=16)
+    generator = trl_trainer.attach(trainer, config)
+    trainer.eos_token_ids = []
+    _, completions, _, _ = generator.generate([[9] * 4, [9] * 15], None, 1)
+    assert [len(ids) for ids in completions] == [12, 1]
+    with pytest.raises(RequestError, match="a prompt of 16 tokens .* max_row_tokens"):
+        generator.generate([[9] * 16], None, 1)
+    assert generator.llm.llm_engine.model_config.max_model_len == 16
+
+
+def test_any_of_the_trainers_eos_ids_ends_a_row(tmp_path):
+    model = tiny.build()
+    model.generation_config.eos_token_id = [20, 21, 22, 23, 24, 25, 26, 27]
+    trainer = trl_trainer.build(tmp_path, model=model, max_completion_length=60)
+    generator = trl_trainer.attach(trainer)
+    _, completions, _, _ = generator.generate([[9, 10]] * 16, None, 1)
+    last = {ids[-1] for ids in completions if len(ids) < 60}
+    assert len(last) > 2
+    assert last <= set(trainer.eos_token_ids)
+
+
+def test_the_temperature_is_the_trainers_not_the_models(tmp_path):
+    model = tiny.build()
+    model.generation_config.update(do_sample=True, temperature=0.01, top_k=1)
+    trainer = trl_trainer.build(tmp_path, model=model, temperature=2.0)
+    calls = spy(trl_trainer.attach(trainer))
+    trainer.train()
+    assert max(call["gap"] for call in calls) < 1e-5
+
+
+def test_lora_rollouts_need_no_merge(tmp_path):
+    config = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, task_type="CAUSAL_LM")
+    trainer = trl_trainer.build(tmp_path, peft_config=config, max_steps=4, learning_rate=0.1)
+    trl_trainer.attach(trainer)
+    trainer.train()
+    gaps = trl_trainer.logged(trainer, "rollout/logp_gap")
+    assert len(gaps) == 4
+    assert all(gap < 1e-5 for gap in gaps)
+
+
+def test_fp32_masters_under_bf16_autocast_stay_float32_and_close(tmp_path):
+    trainer = trl_trainer.build(tmp_path, bf16=True, max_steps=3)
+    generator = trl_trainer.attach(trainer)
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert generator.engine.twin.shadow_bytes > 0
+    assert max(trl_trainer.logged(trainer, "rollout/logp_gap")) < 0.05
+
+
+def test_a_failed_rollout_reaches_the_user_and_training_can_go_on(tmp_path):
+    trainer = trl_trainer.build(tmp_path, max_steps=2)
+    generator = trl_trainer.attach(trainer)
+    decode, calls = generator.engine.forward._decode, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise MemoryError("injected")
+        return decode(*args)
+
+    generator.engine.forward._decode = failing
+    with pytest.raises(MemoryError, match="injected"):
+        trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_failure_on_another_rank_is_raised_here(tmp_path, monkeypatch):
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    monkeypatch.setattr(trainer.accelerator, "reduce", lambda tensor, reduction: tensor + 1)
+    with pytest.raises(RolloutError, match="failed on 1 other rank"):
+        generator.generate([[9]], None, 1)
+
+
+def test_conversational_prompts_take_the_trainers_chat_template(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}z{% endif %}"
+    )
+    generator = RolloutGenerator(trl_trainer.ENGINE)
+    trainer = trl_trainer.build(tmp_path)
+    trainer.processing_class = trainer._tokenizer = tokenizer
+    prompts = [[{"role": "user", "content": "xy"}]] * 2
+    output = generator(prompts, trainer)
+    assert output["prompt_ids"] == [tokenizer("xyz")["input_ids"]] * 2
+    assert [len(row) for row in output["logprobs"]] == [len(r) for r in output["completion_ids"]]

@@ -1,0 +1,205 @@
+"""The ordering rules: which stream does what, what waits for what, and what the host may touch.
+
+On a CPU nothing overlaps. So one test replaces the device by one that lags as far behind the host
+as it may, and the others record every stream and event and read the record.
+"""
+
+import contextlib
+
+import fakes
+import pytest
+import tiny
+import torch
+
+import rollout.slots
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout.forward import Forward, Lanes
+from rollout.pages import TRASH_PAGE
+
+SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9}
+
+
+def work(count=17):
+    prompts = tiny.prompts(count, seed=5)
+    sampling = [
+        SamplingParams(max_new_tokens=1 + i % 11, eos_token_ids=(i % 7 + 20,)) for i in range(count)
+    ]
+    return prompts, sampling, list(range(count))
+
+
+def generated(wrap, **changes):
+    with wrap(RolloutEngine(tiny.build(), RolloutConfig(**{**SMALL, **changes}))) as engine:
+        completions = engine.generate(*work())
+        assert engine.stats.overrun_tokens > 0 or changes.get("num_slots") == 1
+        return [(c.token_ids, c.logprobs) for c in completions]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("max_rows", [1, 3, 17])
+def test_a_device_that_lags_behind_the_host_gives_the_same_rows(num_slots, max_rows):
+    """Rules 1 and 3: lanes and pages freed under an overrun are refilled without harm."""
+    settings = {"num_slots": num_slots, "max_rows": max_rows}
+    prompt = generated(fakes.with_history_model, **settings)
+    lagging = generated(
+        lambda engine: fakes.with_lagging_device(fakes.with_history_model(engine)), **settings
+    )
+    assert lagging == prompt
+
+
+class Recorder:
+    """torch's device module as the slots see it, writing down what is asked of it."""
+
+    def __init__(self):
+        self.log: list[tuple] = []
+        self.names = ["h2d", "compute", "d2h"]
+        self.running = self.trainer = self.make_stream("trainer")
+
+    def make_stream(self, name):
+        recorder = self
+
+        class Stream:
+            def __repr__(self):
+                return name
+
+            def record_event(self):
+                event = recorder.Event()
+                event.record(self)
+                return event
+
+            def wait_event(self, event):
+                event.wait(self)
+
+        return Stream()
+
+    def Stream(self):
+        return self.make_stream(self.names.pop(0))
+
+    def Event(self):
+        recorder = self
+
+        class Event:
+            def record(self, stream):
+                recorder.log.append(("record", self, repr(stream)))
+
+            def wait(self, stream):
+                recorder.log.append(("wait", self, repr(stream)))
+
+            def synchronize(self):
+                recorder.log.append(("host", self))
+
+        return Event()
+
+    def current_stream(self):
+        return self.trainer
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.running = self.running, stream
+        yield
+        self.running = before
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """A two-slot engine with its recorder; copies and kernels are logged with their stream."""
+    recorder = Recorder()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: recorder)
+
+    def logged(owner, name, what):
+        call = getattr(owner, name)
+
+        def wrapper(*args, **kwargs):
+            recorder.log.append((what, repr(recorder.running)))
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    logged(rollout.slots.Staged, "upload", "copy in")
+    logged(Lanes, "admit", "lane state")
+    logged(Forward, "_prefill", "KV")
+    logged(Forward, "_decode", "KV")
+    engine = RolloutEngine(tiny.build(), RolloutConfig(**SMALL))
+    recorder.log.clear()
+    return engine, recorder
+
+
+def test_lanes_and_kv_are_touched_on_the_compute_stream_alone(recorded):
+    engine, recorder = recorded
+    engine.generate(*work())
+    streams = {}
+    for what, stream in (entry for entry in recorder.log if len(entry) == 2 and entry[0] != "host"):
+        streams.setdefault(what, set()).add(stream)
+    assert streams == {"copy in": {"h2d"}, "lane state": {"compute"}, "KV": {"compute"}}
+
+
+def test_every_batch_waits_for_its_upload_and_its_download_for_the_batch(recorded):
+    engine, recorder = recorded
+    engine.generate(*work())
+    slots = engine.slots._slots
+    for slot in slots:
+        edges = [
+            entry
+            for entry in recorder.log
+            if entry[0] in ("record", "wait")
+            and entry[1] in (slot.uploaded, slot.computed, slot.downloaded)
+        ]
+        batch = [
+            ("record", slot.uploaded, "h2d"),
+            ("wait", slot.uploaded, "compute"),
+            ("record", slot.computed, "compute"),
+            ("wait", slot.computed, "d2h"),
+            ("record", slot.downloaded, "d2h"),
+        ]
+        assert len(edges) >= 5 * 4
+        assert edges == batch * (len(edges) // 5)
+
+
+def test_the_host_waits_once_a_step_and_only_for_the_batch_before(recorded):
+    engine, recorder = recorded
+    engine.generate(*work())
+    events = [slot.downloaded for slot in engine.slots._slots]
+    launched = [entry[1] for entry in recorder.log if entry[0] == "record" and entry[1] in events]
+    waited = [entry[1] for entry in recorder.log if entry[0] == "host"]
+    # In launch order, each once, nothing but downloads.
+    assert waited == launched
+    order = [entry for entry in recorder.log if entry[1] in events and entry[0] != "wait"]
+    for step, entry in enumerate(order[2:-1], start=2):
+        # A launch, then the wait for the other slot.
+        if entry[0] == "host":
+            assert order[step - 1][0] == "record"
+            assert order[step - 1][1] is not entry[1]
+
+
+def test_a_rollout_follows_the_trainer_and_the_trainer_follows_it(recorded):
+    engine, recorder = recorded
+    engine.generate(*work())
+    log = recorder.log
+    # At the start: an event on the trainer's stream, for which compute waits.
+    assert (log[0][0], log[0][2]) == ("record", "trainer")
+    assert log[1] == ("wait", log[0][1], "compute")
+    # At the end: an event on compute behind the last batch, for which the trainer waits.
+    assert (log[-2][0], log[-2][2]) == ("record", "compute")
+    assert log[-1] == ("wait", log[-2][1], "trainer")
+    last_batch = max(i for i, entry in enumerate(log) if entry[0] == "KV")
+    assert last_batch < len(log) - 2
+    assert not engine.slots.in_flight
+
+
+def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():
+    """Rule 7."""
+    engine = RolloutEngine(tiny.build(), RolloutConfig(**SMALL))
+    engine.submit([9, 10, 11], SamplingParams(max_new_tokens=4))
+    engine.step()
+    lanes = engine.forward._lanes
+    before = [lanes.positions_L.clone(), lanes.block_table_LP.clone()]
+    engine.kv_cache._data[TRASH_PAGE] = 7.0
+    pages = engine.kv_cache._data.clone()
+    slot, trash = engine.slots._slots[0], SMALL["max_rows"]
+    slot.lanes.stage([trash] * 2)
+    slot.lanes.upload()
+    with torch.no_grad():
+        engine.forward._decode(slot, max_context=1)
+    assert torch.equal(lanes.positions_L, before[0])
+    assert torch.equal(lanes.block_table_LP, before[1])
+    changed = (engine.kv_cache._data != pages).flatten(1).any(1).nonzero().flatten()
+    assert changed.tolist() == [TRASH_PAGE]

@@ -1,0 +1,82 @@
+"""Draws follow the softmax, and depend on nothing but the row's seed and the position."""
+
+import pytest
+import torch
+
+from rollout.kernels.philox import exponential, philox
+from rollout.sampling import sample
+
+
+# Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, words.
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0] * 4, 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, -1, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            0x299F31D0_A4093822,
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_published_words(counter, key, words):
+    got = philox(torch.tensor([key]), tuple(torch.tensor([word]) for word in counter))
+    assert [int(word) for word in got] == words
+
+
+def test_noise_is_standard_exponential_and_finite():
+    noise = exponential(torch.arange(200), torch.arange(200), 1001)
+    assert noise.shape == (200, 1001)
+    assert noise.isfinite().all()
+    assert (noise > 0).all()
+    assert noise.mean().item() == pytest.approx(1, abs=0.01)
+    assert (noise > 1).float().mean().item() == pytest.approx(torch.e**-1, abs=0.005)
+
+
+def test_draws_follow_the_softmax_at_temperature():
+    torch.manual_seed(0)
+    rows, vocab, temperature = 40_000, 13, 0.7
+    logits = torch.randn(1, vocab)
+    tokens, _ = sample(
+        logits.expand(rows, vocab),
+        torch.full((rows,), temperature),
+        torch.arange(rows),
+        torch.full((rows,), 5),
+    )
+    wanted = (logits[0] / temperature).softmax(0)
+    found = torch.bincount(tokens, minlength=vocab) / rows
+    # Four standard deviations of a binomial share.
+    assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / rows).sqrt()).all()
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    torch.manual_seed(0)
+    logits, temperature = torch.randn(64, 50), torch.full((64,), 1.3)
+    seeds, positions = torch.arange(64) * 7919, torch.arange(64) % 9
+    tokens, logprobs = sample(logits, temperature, seeds, positions)
+    order = torch.randperm(64)[:17]
+    again = sample(logits[order], temperature[order], seeds[order], positions[order])
+    assert torch.equal(tokens[order], again[0])
+    assert torch.equal(logprobs[order], again[1])
+    assert not torch.equal(tokens, sample(logits, temperature, seeds + 1, positions)[0])
+    assert not torch.equal(tokens, sample(logits, temperature, seeds, positions + 1)[0])
+
+
+def test_temperature_zero_is_greedy_and_scores_at_temperature_one():
+    torch.manual_seed(0)
+    logits = torch.randn(8, 30)
+    zeros, rows = torch.zeros(8), torch.arange(8)
+    tokens, logprobs = sample(logits, zeros, rows, rows)
+    assert torch.equal(tokens, logits.argmax(1))
+    assert torch.equal(logprobs, logits.log_softmax(1).max(1).values)
+
+
+def test_logprobs_are_at_temperature_over_the_whole_vocabulary():
+    torch.manual_seed(0)
+    logits = torch.randn(16, 30, dtype=torch.bfloat16)
+    temperature = torch.linspace(0.3, 2.0, 16)
+    tokens, logprobs = sample(logits, temperature, torch.arange(16), torch.arange(16))
+    wanted = (logits.float() / temperature[:, None]).log_softmax(1)
+    assert torch.equal(logprobs, wanted.gather(1, tokens[:, None])[:, 0])
+    assert logprobs.dtype == torch.float32

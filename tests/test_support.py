@@ -1,0 +1,113 @@
+"""What the engine refuses: each with the sentence that says why and what to do."""
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from peft import PromptTuningConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollout import UnsupportedModel
+from rollout.support import check_model, check_placed
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_supported_families_pass(family):
+    check_model(tiny.build(family))
+    check_placed(tiny.build(family))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_encoder_decoder": True}, "encoder-decoder; use a decoder-only model"),
+        ({"kv_lora_rank": 8}, r"multi-head latent attention \(MLA\)"),
+        ({"v_head_dim": 8}, r"value heads \(8\) and key heads have unequal sizes"),
+        ({"num_kv_shared_layers": 2}, "2 of its layers share the KV cache"),
+        ({"layer_types": ["linear_attention"] * 3}, "linear_attention layers"),
+        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention layers"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "dynamic RoPE"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "longrope RoPE"),
+    ],
+    ids=str,
+)
+def test_models_are_refused_by_config(changes, message):
+    model = tiny.build()
+    for name, value in changes.items():
+        object.__setattr__(model.config, name, value)
+    with pytest.raises(UnsupportedModel, match=f"Qwen3ForCausalLM cannot run.*{message}"):
+        check_model(model)
+
+
+def real_config(name, **changes):
+    return AutoConfig.for_model(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("deepseek_v3", {"kv_lora_rank": 16}, "MLA"),
+        ("llama4_text", {}, "chunked_attention"),
+        ("qwen3_next", {}, "linear_attention"),
+    ],
+)
+def test_real_families_that_cannot_run_are_refused(name, changes, message):
+    config = real_config(name, **changes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match=message):
+        check_model(model)
+
+
+def test_multimodal_models_are_refused():
+    model = tiny.build()
+    model.config.get_text_config = lambda: object()
+    with pytest.raises(UnsupportedModel, match="images or audio; load its text model alone"):
+        check_model(model)
+
+
+def test_modules_that_are_no_transformers_model_are_refused():
+    with pytest.raises(UnsupportedModel, match="not a transformers model"):
+        check_model(torch.nn.Linear(2, 2))
+
+
+def test_prompt_learning_is_refused():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(UnsupportedModel, match="virtual tokens into the KV cache; use LoRA"):
+        check_model(get_peft_model(tiny.build(), config))
+
+
+def test_models_outside_the_attention_interface_are_refused(monkeypatch):
+    model = tiny.build()
+    monkeypatch.setattr(type(model), "_supports_attention_backend", False)
+    with pytest.raises(UnsupportedModel, match="AttentionInterface"):
+        check_model(model)
+
+
+def test_a_model_over_several_devices_is_refused():
+    model = tiny.build()
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(UnsupportedModel, match="without `device_map`"):
+        check_placed(model)
+
+
+def test_parameters_sharded_by_zero_are_refused():
+    model = tiny.build()
+    model.lm_head.weight.ds_id = 3  # what ZeRO-3 leaves on a parameter
+    with pytest.raises(UnsupportedModel, match="attach before the trainer wraps the model"):
+        check_placed(model)
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_parameters_sharded_by_fsdp_are_refused(process_group):
+    model = fully_shard(tiny.build(), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(UnsupportedModel, match="is sharded"):
+        check_placed(model)

@@ -1,0 +1,68 @@
+"""Counts of one rollout."""
+
+import time
+
+import pytest
+
+from rollout.telemetry import RolloutStats
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that `perf_counter` shows, in a list of one."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_nothing_has_happened_yet():
+    stats = RolloutStats(policy_version=3)
+    assert stats.policy_version == 3
+    assert (stats.generated_tokens, stats.engine_steps, stats.peak_pages) == (0, 0, 0)
+    assert (stats.duration_s, stats.tokens_per_s, stats.rows_live) == (0.0, 0.0, 0.0)
+    assert stats.overrun_tokens == 0
+
+
+def test_launches_add_up_and_pages_peak():
+    stats = RolloutStats()
+    for num_rows, num_pages in [(4, 10), (3, 12), (2, 5)]:
+        stats.launched(num_rows, num_pages)
+    assert (stats.engine_steps, stats.decoded_rows, stats.peak_pages) == (3, 9, 12)
+    assert stats.rows_live == 3.0
+
+
+def test_duration_runs_to_the_last_settled_step(clock):
+    stats = RolloutStats()
+    clock[0] += 2.0
+    stats.settled(6)
+    assert (stats.duration_s, stats.tokens_per_s) == (2.0, 3.0)
+    clock[0] += 2.0
+    assert stats.duration_s == 2.0  # idle time after the last step is not the rollout's
+    stats.settled(0)
+    assert (stats.duration_s, stats.generated_tokens, stats.tokens_per_s) == (4.0, 6, 1.5)
+
+
+def test_no_time_is_no_division(clock):
+    stats = RolloutStats()
+    stats.settled(5)
+    assert stats.tokens_per_s == 0.0
+
+
+def test_an_overrun_is_a_decoded_row_that_no_completion_has():
+    stats = RolloutStats()
+    # Two rows: one ends by EOS with its second token while its third is in flight.
+    for num_rows in (2, 2, 2, 1):
+        stats.launched(num_rows, 1)
+    stats.settled(2)
+    stats.settled(4)
+    assert (stats.generated_tokens, stats.overrun_tokens) == (6, 1)
+
+
+def test_rollouts_share_nothing(clock):
+    first = RolloutStats()
+    first.launched(5, 5)
+    clock[0] += 50.0
+    second = RolloutStats()
+    second.settled(1)
+    assert (second.engine_steps, second.duration_s) == (0, 0.0)
+    assert "_began" not in repr(second)

@@ -1,0 +1,175 @@
+"""The twin shares the trainer's storage and nothing else."""
+
+import logging
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout.twin import Twin
+
+SMALL = RolloutConfig(max_rows=4, page_tokens=4)
+SIX = SamplingParams(max_new_tokens=6)
+
+
+def lora(model, **changes):
+    targets = ["q_proj", "v_proj", "up_proj"]
+    model = get_peft_model(model, LoraConfig(target_modules=targets, r=4, **changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return model
+
+
+def assert_on_policy(engine, model):
+    model.eval()
+    for prompt in tiny.prompts(3, seed=9):
+        (completion,) = engine.generate([prompt], SIX)
+        wanted = tiny.logprobs(model, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_and_persistent_buffers_are_the_same_storage(tied):
+    model = tiny.build(tie_word_embeddings=tied)
+    model.register_buffer("kept", torch.ones(3))
+    twin = Twin(model)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    theirs = dict(twin.base.named_parameters(remove_duplicate=False))
+    assert set(theirs) == names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert theirs[name].data_ptr() == parameter.data_ptr()
+        assert not theirs[name].requires_grad
+    assert twin.base.kept.data_ptr() == model.kept.data_ptr()
+    frequencies = twin.base.model.rotary_emb.inv_freq
+    assert frequencies.data_ptr() != model.model.rotary_emb.inv_freq.data_ptr()
+    assert twin.shadow_bytes == 0
+
+
+def test_modes_flags_and_config_are_the_twins_own():
+    model = tiny.build().train()
+    twin = Twin(model)
+    assert not any(module.training for module in twin.base.modules())
+    assert all(module.training for module in model.modules())
+    assert twin.base.config is not model.config
+    assert twin.base.model.layers[0].self_attn.config is twin.base.config
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_patched_forwards_and_hooks_of_the_trainer_stay_behind():
+    model, ran = tiny.build(), []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: ran.append("hook"))
+        module.register_forward_pre_hook(lambda *_: ran.append("pre-hook"))
+
+    def patched(*args, **kwargs):
+        ran.append("patched")
+        return type(model).forward(model, *args, **kwargs)
+
+    model.forward = patched
+    with RolloutEngine(model, SMALL) as engine:
+        engine.generate([[9, 10]], SIX)
+    assert ran == []
+
+
+def test_weights_that_moved_are_found_by_name():
+    model = tiny.build()
+    with RolloutEngine(model, SMALL) as engine:
+        assert_on_policy(engine, model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.1
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.7)
+        assert_on_policy(engine, model)
+
+
+def test_adapters_are_applied_in_place_and_followed():
+    model = lora(tiny.build())
+    with RolloutEngine(model, SMALL) as engine:
+        assert_on_policy(engine, model)
+        with torch.no_grad():
+            model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.add_(1)
+        assert_on_policy(engine, model)
+        for layer in model.modules():
+            if hasattr(layer, "scaling") and isinstance(layer.scaling, dict):
+                layer.scaling["default"] *= 2
+        assert_on_policy(engine, model)
+        with model.disable_adapter():
+            assert_on_policy(engine, model)
+        assert_on_policy(engine, model)
+        model.add_adapter("other", LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
+        model.set_adapter("other")
+        assert_on_policy(engine, model)
+        model.merge_adapter()
+        assert_on_policy(engine, model)
+        model.unmerge_adapter()
+        assert_on_policy(engine, model)
+
+
+def test_modules_to_save_are_followed():
+    model = lora(tiny.build(), modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    with RolloutEngine(model, SMALL) as engine:
+        assert_on_policy(engine, model)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_under_autocast_the_twin_gives_exactly_the_trainers_numbers(adapters, tied, caplog):
+    """fp32 masters under bf16 autocast: 0 gap on one and the same shapes."""
+    model = tiny.build(attention_bias=True, tie_word_embeddings=tied)
+    model = lora(model) if adapters else model
+    model.eval()
+    ids = torch.tensor([prompt[:5] for prompt in tiny.prompts(40, seed=2) if len(prompt) >= 5])
+    with caplog.at_level(logging.WARNING):
+        twin = Twin(model, torch.bfloat16)
+    twin.base.config._attn_implementation = "sdpa"
+    for _ in range(2):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            theirs = model(ids).logits
+            assert torch.equal(type(twin.base).forward(twin.base, ids).logits, theirs)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+        twin.refresh()
+    linears = [m for m in twin.base.modules() if isinstance(m, nn.Linear)]
+    assert {linear.weight.dtype for linear in linears} == {torch.bfloat16}
+    assert twin.base.model.embed_tokens.weight.dtype == torch.float32
+    assert twin.shadow_bytes == sum(2 * linear.weight.numel() for linear in linears)
+    announced = [record.message for record in caplog.records if "GiB" in record.message]
+    assert len(announced) == 1
+    assert 'model_init_kwargs={"dtype": "bfloat16"}' in announced[0]
+
+
+def test_no_shadow_where_the_weights_have_the_autocast_dtype():
+    model = tiny.build().to(torch.bfloat16)
+    twin = Twin(model, torch.bfloat16)
+    assert twin.shadow_bytes == 0
+    assert twin.base.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+def test_a_rollout_under_autocast_is_close_to_the_trainers_forward():
+    model, prompts = tiny.build().eval(), tiny.prompts(6)
+    with RolloutEngine(model, SMALL, autocast_dtype=torch.bfloat16) as engine:
+        completions = engine.generate(prompts, SIX)
+    gaps = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = tiny.logprobs(model, prompt, completion.token_ids)
+        gaps.append((wanted - torch.tensor(completion.logprobs)).abs().mean().item())
+    # bf16 keeps 8 bits: logits of size 8 are 1/32 apart.
+    assert sum(gaps) / len(gaps) < 0.05
+
+
+def test_parameters_that_were_sharded_after_attach_are_refused_at_the_next_version():
+    model = tiny.build()
+    with RolloutEngine(model, SMALL) as engine:
+        model.lm_head.weight.ds_id = 1  # what ZeRO-3 leaves on a parameter
+        with pytest.raises(UnsupportedModel, match=r"'lm_head.weight' is sharded"):
+            engine.generate([[9]], SIX)
+        del model.lm_head.weight.ds_id
+        assert_on_policy(engine, model)

@@ -1,0 +1,61 @@
+"""Stock TRL trainers on small models, as a user would build them."""
+
+from typing import Any
+
+import tiny
+from transformers.trainer_callback import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from rollout import RolloutConfig
+from trainers import RolloutGenerator
+
+ENGINE = RolloutConfig(max_rows=5, page_tokens=4, prefill_tokens=16)
+
+
+def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Share of even token ids: any policy has something to gain."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def build(tmp_path, model=None, **changes: Any) -> GRPOTrainer:
+    """A stock `GRPOTrainer` on the CPU; `changes` are TRL's own arguments."""
+    extra = {
+        k: changes.pop(k) for k in ("rollout_func", "peft_config", "callbacks") if k in changes
+    }
+    arguments = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 9,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        **changes,
+    }
+    trainer = GRPOTrainer(
+        model=model or tiny.build(),
+        reward_funcs=reward,
+        args=GRPOConfig(**arguments),
+        train_dataset=tiny.dataset(),
+        eval_dataset=tiny.dataset(16),
+        processing_class=tiny.tokenizer(),
+        **extra,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def attach(trainer: GRPOTrainer, config: RolloutConfig = ENGINE) -> RolloutGenerator:
+    """A generator attached to `trainer`."""
+    return RolloutGenerator(config).attach(trainer)
+
+
+def logged(trainer: GRPOTrainer, name: str) -> list[float]:
+    """Every value of a metric in the order of the trainer's log."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
