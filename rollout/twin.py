@@ -174,8 +174,8 @@ class Twin:
             self._announced = True
             logger.warning(
                 "The trainer keeps float32 weights and computes in %s: rollouts use a second, cast "
-                "copy of the linear layers' weights (%.3f GiB). To avoid it, load the model in that "
-                'dtype: GRPOConfig(model_init_kwargs={"dtype": "bfloat16"})',
+                "copy of the linear layers' weights (%.3f GiB). To avoid it, load the model in "
+                'that dtype: GRPOConfig(model_init_kwargs={"dtype": "bfloat16"})',
                 str(self._autocast_dtype).removeprefix("torch."),
                 self.shadow_bytes / 2**30,
             )

@@ -201,7 +201,7 @@ def test_length_is_clipped_to_what_a_row_can_hold(tmp_path):
     trainer.eos_token_ids = []
     _, completions, _, _ = generator.generate([[9] * 4, [9] * 15], None, 1)
     assert [len(ids) for ids in completions] == [12, 1]
-    with pytest.raises(RequestError, match="a prompt of 16 tokens .* max_row_tokens"):
+    with pytest.raises(RequestError, match=r"a prompt of 16 tokens .* max_row_tokens"):
         generator.generate([[9] * 16], None, 1)
     assert generator.llm.llm_engine.model_config.max_model_len == 16
 
