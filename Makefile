@@ -15,7 +15,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## train a small model with GRPO; options in ARGS="..."
-	$(BIN)/python examples/grpo.py $(ARGS)
+	$(BIN)/python examples/grpo.py --config examples/demo.yaml $(ARGS)
 
 test: $(READY)  ## run the tests; other pytest options in PYTEST_ARGS="..."
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -485,6 +485,11 @@ class PagesWanted(Rollout):
         num_lanes = self.work.config.max_rows
         assert not self.queue or self.scheduler.num_live == num_lanes, "a row waits for pages"
 
+    def check(self) -> None:
+        super().check()
+        rows = [self.scheduler.row_pages(self.requests[row]) for row in (*self.pages, *self.queue)]
+        assert self.scheduler.pages_wanted() <= 1 + sum(rows), "more than every row can fill"
+
 
 @many
 @given(workloads(resets=True), depths)

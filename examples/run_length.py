@@ -1,0 +1,119 @@
+"""A tiny task for a GRPO demo: `write 5*a=` must be answered with `aaaaa` and a stop.
+
+Everything is built in code from a seed; nothing is downloaded.
+"""
+
+import random
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PREFIXES = ("", "write ", "now write ")
+LETTERS = "abcd"
+MAX_COUNT = 20
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
+VOCAB = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *"abcdwriteno 0123456789*="))}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a character-level tokenizer: `<bos>` before every text, padding on the left."""
+    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", VOCAB["<bos>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        padding_side="left",
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """Build a two-layer Qwen3 model with random float32 weights.
+
+    Args:
+        tokenizer: The tokenizer, for the vocabulary size and the special token ids.
+        seed: Seed of the random weights.
+
+    Returns:
+        The untrained model.
+    """
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.06,  # with the usual 0.02 so small a model hardly starts to learn
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def build_dataset(seed: int, size: int = 2048) -> Dataset:
+    """Generate prompts of 4 to 15 characters with their answers of 1 to 20 letters.
+
+    Args:
+        seed: Seed of the generator.
+        size: Number of rows.
+
+    Returns:
+        A dataset with the columns `prompt` (such as `write 12*c=`) and `answer`.
+    """
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(size):
+        prefix, count, letter = rng.choice(PREFIXES), rng.randint(1, MAX_COUNT), rng.choice(LETTERS)
+        rows.append({"prompt": f"{prefix}{count}*{letter}=", "answer": letter * count})
+    return Dataset.from_list(rows)
+
+
+def edit_distance(first: list[int], second: list[int]) -> int:
+    """Count the insertions, deletions and replacements that turn `first` into `second`."""
+    row = list(range(len(second) + 1))
+    for i, left in enumerate(first, start=1):
+        diagonal, row[0] = row[0], i
+        for j, right in enumerate(second, start=1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (left != right))
+    return row[-1]
+
+
+def right_ids(answer: str) -> list[int]:
+    """Return the token ids of the one right completion: the letters, then `<eos>`."""
+    return [*(VOCAB[letter] for letter in answer), VOCAB["<eos>"]]
+
+
+def reward(completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+    """Score each completion by its closeness to the right one.
+
+    The score is 1 minus the edit distance divided by the longer of the two lengths. The stop counts
+    as a token, so only the exact answer that ends by itself scores 1.
+
+    Args:
+        completion_ids: Token ids of the completions, `<eos>` included where one was generated.
+        answer: The right letters for each completion.
+        **kwargs: Further columns that the trainer passes.
+
+    Returns:
+        One score in [0, 1] per completion.
+    """
+    scores = []
+    for ids, text in zip(completion_ids, answer, strict=True):
+        right = right_ids(text)
+        scores.append(1.0 - edit_distance(ids, right) / max(len(ids), len(right)))
+    return scores

@@ -1,0 +1,66 @@
+"""The example script at toy size, as a user starts it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import run_length
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(tmp_path, *arguments):
+    command = [sys.executable, ROOT / "examples/grpo.py", "--config", ROOT / "examples/demo.yaml"]
+    command += ["--max_steps", "3", "--per_device_train_batch_size", "16", *arguments]
+    command += ["--output_dir", tmp_path / "outputs"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+def test_the_demo_prints_its_table_and_leaves_a_wandb_run(tmp_path):
+    result = run(tmp_path, "--required_gain", "-1")
+    assert result.returncode == 0, result.stderr
+    for row in ("first 10 steps", "last 10 steps", "tokens/s", "time generating", "Δlogp"):
+        assert re.search(rf"{row}.*│ +\S+", result.stdout), result.stdout
+    folder = re.search(r"(wandb/offline-run-\S+)", result.stdout)[1]
+    assert list((tmp_path / folder).glob("*.wandb"))
+    assert "3/3" in result.stderr
+
+
+def test_a_run_without_a_rising_reward_fails(tmp_path):
+    result = run(tmp_path, "--required_gain", "0.9", "--report_to", "none")
+    assert result.returncode == 1
+    assert re.search(r"rose by -?0\.\d+, less than 0.9", result.stderr)
+
+
+def test_trl_generates_by_itself_when_asked(tmp_path):
+    result = run(
+        tmp_path, "--rollouts", "trl", "--required_gain", "-1", "--report_to", "none"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "tokens/s" not in result.stdout
+
+
+def test_an_unknown_argument_is_refused(tmp_path):
+    result = run(tmp_path, "--max_row", "3", "--report_to", "none")
+    assert result.returncode != 0
+    assert "max_row" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [("aaa<eos>", 1.0), ("aaa", 0.75), ("aa<eos>", 0.75), ("bbb<eos>", 0.25), ("aaaaaa", 0.5)],
+)
+def test_the_demos_reward_is_exact(completion, score):
+    tokenizer = run_length.build_tokenizer()
+    ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    assert run_length.reward([ids], ["aaa"]) == [score]
