@@ -50,6 +50,7 @@ class PagedAttention:
         positions_T: Position of each token, int64.
         max_context: Longest context among the tokens, itself included.
         runs: Prefill segments; `None` where every token is a row of its own (decode).
+        runs_N4: The same on the device: lane, first packed token, tokens, first position, int64.
     """
 
     kv_cache: KVCache
@@ -58,20 +59,26 @@ class PagedAttention:
     positions_T: Tensor
     max_context: int
     runs: Sequence[Run] | None = None
+    runs_N4: Tensor | None = None
 
     def store(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         """Write the keys and values of the packed tokens."""
+        cache = self.kv_cache.layer(layer)
+        if keys_TKD.is_cuda:
+            where = (self.block_table_LP, self.lanes_T, self.positions_T)
+            _kernels().store_kv(keys_TKD, values_TKD, cache, *where)
+            return
         page_tokens = self.kv_cache.layout.page_tokens
         pages_T = self.block_table_LP[self.lanes_T, self.positions_T // page_tokens]
-        places = (pages_T, self.positions_T % page_tokens)
-        store_kv(keys_TKD, values_TKD, self.kv_cache.layer(layer), places)
+        store_kv(keys_TKD, values_TKD, cache, (pages_T, self.positions_T % page_tokens))
 
     def attend(self, layer: int, query_THD: Tensor, **options: Any) -> Tensor:
         """Attend with each packed token over its row's context. `(T, H, D)`."""
         cache = self.kv_cache.layer(layer)
+        if query_THD.is_cuda:
+            return self._attend_on_gpu(cache, query_THD, options)
         if self.runs is None:
-            tables = self.block_table_LP[self.lanes_T]
-            keys, values = gather_kv(cache, tables, self.max_context)
+            keys, values = gather_kv(cache, self.block_table_LP[self.lanes_T], self.max_context)
             positions = self.positions_T[:, None]
             return attend(query_THD[:, None], keys, values, positions, **options)[:, 0]
         outputs = []
@@ -82,6 +89,26 @@ class PagedAttention:
             query = query_THD[None, run.start : run.stop]
             outputs.append(attend(query, keys, values, positions, **options)[0])
         return torch.cat(outputs)
+
+    def _attend_on_gpu(
+        self, cache: tuple[Tensor, Tensor], query_THD: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        table = self.block_table_LP
+        if self.runs is None:
+            options["max_context"] = self.max_context
+            return _kernels().decode(
+                query_THD, cache, table, self.lanes_T, self.positions_T, **options
+            )
+        assert self.runs_N4 is not None
+        options["max_run_tokens"] = max(run.stop - run.start for run in self.runs)
+        return _kernels().prefill(query_THD, cache, table, self.runs_N4, **options)
+
+
+def _kernels() -> Any:
+    """The Triton kernels; imported on first use, as Triton is not there on every CPU."""
+    from rollout.kernels import paged_attention_triton
+
+    return paged_attention_triton
 
 
 def paged_attention_forward(
@@ -124,9 +151,15 @@ def paged_attention_forward(
             f"{type(module).__name__} passes {asked or ['attention_mask']} to its attention, which "
             "paged attention does not know; such a model cannot run on the engine"
         )
+    layout = paged.kv_cache.layout
+    if (key.shape[1], key.shape[3]) != (layout.num_kv_heads, layout.head_dim):
+        raise UnsupportedModel(
+            f"{type(module).__name__} has {key.shape[1]} key heads of size {key.shape[3]} and "
+            f"other layers {layout.num_kv_heads} of {layout.head_dim}; one page cannot hold both"
+        )
     # Keys and values take the cache's dtype, and the query with them: under autocast that is
     # what the trainer's attention would compute in.
-    dtype = paged.kv_cache.layout.dtype
+    dtype = layout.dtype
     query_THD, keys_TKD, values_TKD = (
         states[0].transpose(0, 1).to(dtype) for states in (query, key, value)
     )

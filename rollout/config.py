@@ -28,7 +28,11 @@ class RolloutConfig:
     """Tokens in one KV page. The decode kernel reads fastest at 256."""
 
     kv_bytes: int | None = None
-    """Most memory for KV pages, in bytes. `None`: as much as the requests at hand can need."""
+    """Most memory for KV pages, in bytes; never more than the requests at hand can need. `None`:
+    on a GPU `kv_fraction` of what is free, on a CPU no limit."""
+
+    kv_fraction: float = 0.6
+    """Share of the free GPU memory that KV pages may take; the rest is the training step's."""
 
     prefill_tokens: int = 8192
     """Most prompt tokens run in one engine step; longer prompts are prefilled in pieces."""
@@ -50,6 +54,8 @@ class RolloutConfig:
         for name in ("max_row_tokens", "kv_bytes"):
             if getattr(self, name) is not None:
                 self._check_count(name)
+        if not 0 < self.kv_fraction <= 1:
+            raise ConfigError(f"kv_fraction={self.kv_fraction!r}: it must be above 0 and at most 1")
         if self.num_slots not in (1, 2):
             raise ConfigError(
                 f"num_slots={self.num_slots!r}: 2 overlaps host and device, 1 does not"

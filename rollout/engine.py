@@ -8,6 +8,7 @@ d2h                      <0         <1
 ```
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -19,7 +20,9 @@ from tqdm import tqdm
 from rollout.config import RolloutConfig
 from rollout.errors import EngineBusy, EngineClosed, OutOfPages, RequestError
 from rollout.forward import Forward, Lanes
+from rollout.graphs import GraphCache
 from rollout.kv_cache import KVCache
+from rollout.memory import max_kv_bytes
 from rollout.pages import pages_for
 from rollout.request import Completion, Request, SamplingParams
 from rollout.scheduler import Scheduler
@@ -74,8 +77,8 @@ class RolloutEngine:
             prefill_tokens=self.config.prefill_tokens,
             device=device,
         )
-        lanes = Lanes.empty(max_rows, max_row_pages, device)
-        self.forward = Forward(self.twin, self.kv_cache, lanes)
+        forward = Forward(self.twin, self.kv_cache, Lanes.empty(max_rows, max_row_pages, device))
+        self.graphs = GraphCache(forward, self.streams, max_rows, device)
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -117,7 +120,7 @@ class RolloutEngine:
         requests = self._requests(prompts, sampling, seeds)
         if self.busy:
             raise EngineBusy("rows given to submit() are unfinished; call step() until they are")
-        rows = self._enqueue(requests, same_weights)
+        rows = self._enqueue(requests, same_weights, num_rows=len(requests))
         done: dict[int, Completion] = {}
         with tqdm(total=len(rows), unit="row", disable=not self.config.progress_bar) as bar:
             while self.busy:
@@ -148,7 +151,7 @@ class RolloutEngine:
             EngineClosed: The engine was closed.
         """
         requests = self._requests([prompt], sampling, [seed])
-        return self._enqueue(requests, same_weights)[0]
+        return self._enqueue(requests, same_weights, num_rows=self.config.max_rows)[0]
 
     def step(self) -> list[Completion]:
         """Launch the next batch on the device, then settle the one before it on the host.
@@ -167,7 +170,7 @@ class RolloutEngine:
             if batch is not None:
                 slot.stage(batch)  # host: fill the pinned buffers
                 slot.upload()  # h2d stream -> slot.uploaded
-                self.forward.run(slot)  # compute stream -> slot.computed
+                self.graphs.run(slot)  # compute stream -> slot.computed
                 slot.download()  # d2h stream -> slot.downloaded
                 self.stats.launched(len(batch.rows), self.scheduler.pages.num_used)
             if previous.batch is None:
@@ -184,7 +187,7 @@ class RolloutEngine:
         if not self._closed:
             self._abort()
             self._closed = True
-            del self.forward, self.kv_cache, self.slots, self.twin
+            del self.graphs, self.kv_cache, self.slots, self.twin
 
     def _settled(self, completions: list[Completion]) -> list[Completion]:
         self.stats.settled(sum(len(completion.token_ids) for completion in completions))
@@ -198,12 +201,22 @@ class RolloutEngine:
         self.scheduler.reset()
         self.streams.hand_back()
 
-    def _enqueue(self, requests: Sequence[Request], same_weights: bool) -> list[int]:
-        """Queue checked requests; on an idle engine this begins a rollout."""
-        if not self.busy:
+    def _enqueue(self, requests: Sequence[Request], same_weights: bool, num_rows: int) -> list[int]:
+        """Queue checked requests; on an idle engine this begins a rollout of `num_rows` rows."""
+        begins = not self.busy
+        if begins:
             self._begin(same_weights)
         rows = [self.scheduler.add(request) for request in requests]
-        self._grow()
+        try:
+            moved = self._grow(keep=not begins)
+            if begins or moved:
+                longest = max((request.max_tokens for request in requests), default=1)
+                signature = (self.kv_cache.address, self.twin.addresses)
+                rows_at_once = min(num_rows, self.config.max_rows)
+                self.graphs.prepare(rows_at_once, longest, signature)
+        except BaseException:
+            self._abort()
+            raise
         return rows
 
     def _begin(self, same_weights: bool) -> None:
@@ -215,20 +228,26 @@ class RolloutEngine:
             self.policy_version += 1
         self.stats = RolloutStats(policy_version=self.policy_version)
 
-    def _grow(self) -> None:
-        """Have as many KV pages as the rows at hand can need, `kv_bytes` at most."""
-        num_pages = min(self.scheduler.pages_wanted(), self._max_pages)
-        self.kv_cache.grow(num_pages)
-        self.scheduler.pages.grow(num_pages)
+    def _grow(self, *, keep: bool) -> bool:
+        """Have as many KV pages as the rows at hand can need, within the limit.
 
-    @property
-    def _max_pages(self) -> int:
-        """Pages that `kv_bytes` pays for, the trash page included."""
-        if self.config.kv_bytes is None:
-            return 1 + self.config.max_rows * pages_for(
-                self.max_row_tokens, self.config.page_tokens
-            )
-        return self.config.kv_bytes // self.kv_cache.layout.page_bytes
+        Returns:
+            Whether the pages have moved.
+        """
+        num_pages = min(self.scheduler.pages_wanted(), self._max_pages)
+        before = self.kv_cache.num_pages
+        with self.streams.module.stream(self.streams.compute):
+            self.kv_cache.grow(num_pages, keep=keep)
+        self.scheduler.pages.grow(num_pages)
+        return self.kv_cache.num_pages != before
+
+    def _limit_pages(self) -> int:
+        """Pages that there is memory for, the trash page included."""
+        held_bytes = self.kv_cache.num_bytes
+        limit_bytes = max_kv_bytes(self.config, self.twin.device, held_bytes)
+        if limit_bytes is None:
+            return sys.maxsize
+        return limit_bytes // self.kv_cache.layout.page_bytes
 
     def _requests(
         self,
@@ -238,6 +257,7 @@ class RolloutEngine:
     ) -> list[Request]:
         """Check everything before anything runs."""
         self._check_open()
+        self._max_pages = self._limit_pages()
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
         seeds = range(len(prompts)) if seeds is None else seeds
@@ -270,10 +290,12 @@ class RolloutEngine:
     def _check_fits(self, request: Request) -> None:
         wanted, most = self.scheduler.row_pages(request), max(self._max_pages - 1, 0)
         if wanted > most:
+            page_bytes = self.kv_cache.layout.page_bytes
             raise OutOfPages(
-                f"one row of {request.max_tokens} tokens needs {wanted} KV pages, and kv_bytes="
-                f"{self.config.kv_bytes} pays for {most} of {self.kv_cache.layout.page_bytes} "
-                "bytes each and the trash page; raise kv_bytes or lower max_new_tokens"
+                f"one row of {request.max_tokens} tokens needs {wanted} KV pages of {page_bytes} "
+                f"bytes, and there is memory for {most} and the trash page (kv_bytes="
+                f"{self.config.kv_bytes}, kv_fraction={self.config.kv_fraction}); raise one of "
+                "them or lower max_new_tokens"
             )
 
     def _check_open(self) -> None:

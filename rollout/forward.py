@@ -3,6 +3,7 @@
 Shape letters: T packed tokens, R decoding rows, L lanes, P pages of a row, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,15 +57,22 @@ class Lanes:
         block_table = torch.full((num_lanes, max_row_pages), TRASH_PAGE, device=device)
         return cls(tokens, positions, seeds, temperatures, block_table)
 
+    @property
+    def trash_lane(self) -> int:
+        """The lane of padding rows."""
+        return len(self.positions_L) - 1
+
     def admit(self, slot: IOSlot) -> None:
-        """Apply a batch's admissions and new pages."""
-        lanes, tokens, positions, seeds = slot.admitted.value.unbind(1)
-        self.tokens_L[lanes] = tokens
-        self.positions_L[lanes] = positions
-        self.seeds_L[lanes] = seeds
-        self.temperatures_L[lanes] = slot.temperatures.value
-        lanes, index, pages = slot.new_pages.value.unbind(1)
-        self.block_table_LP[lanes, index] = pages
+        """Apply a batch's admissions and new pages, where it has any."""
+        if slot.admitted.length:
+            lanes, tokens, positions, seeds = slot.admitted.value.unbind(1)
+            self.tokens_L[lanes] = tokens
+            self.positions_L[lanes] = positions
+            self.seeds_L[lanes] = seeds
+            self.temperatures_L[lanes] = slot.temperatures.value
+        if slot.new_pages.length:
+            lanes, index, pages = slot.new_pages.value.unbind(1)
+            self.block_table_LP[lanes, index] = pages
 
 
 class Forward:
@@ -77,23 +85,11 @@ class Forward:
     """
 
     def __init__(self, model: LanguageModel, kv_cache: KVCache, lanes: Lanes) -> None:
+        self.lanes = lanes
         self._model = model
         self._kv_cache = kv_cache
-        self._lanes = lanes
 
-    @torch.no_grad()
-    def run(self, slot: IOSlot) -> None:
-        """Queue a slot's batch on the compute stream."""
-        batch = slot.batch
-        assert batch is not None
-        with slot.computing():
-            self._lanes.admit(slot)
-            if batch.segments:
-                self._prefill(slot, list(batch.segments))
-            if len(batch.rows):
-                self._decode(slot, batch.max_context)
-
-    def _prefill(self, slot: IOSlot, segments: list[Segment]) -> None:
+    def prefill(self, slot: IOSlot, segments: Sequence[Segment]) -> None:
         """Write the KV of prompt tokens. Nothing is sampled, so no row's logits are computed."""
         lanes_T, positions_T, tokens_T = slot.prefill.value.unbind(1)
         runs, start = [], 0
@@ -101,29 +97,43 @@ class Forward:
             stop = start + len(segment.tokens)
             runs.append(Run(segment.lane, start, stop, segment.start + len(segment.tokens)))
             start = stop
-        paged = self._paged(lanes_T, positions_T, max(run.context for run in runs), runs)
+        paged = PagedAttention(
+            kv_cache=self._kv_cache,
+            block_table_LP=self.lanes.block_table_LP,
+            lanes_T=lanes_T,
+            positions_T=positions_T,
+            max_context=max(run.context for run in runs),
+            runs=runs,
+            runs_N4=slot.runs.value,
+        )
         self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)
 
-    def _decode(self, slot: IOSlot, max_context: int) -> None:
-        """Draw the next token of each row of the batch."""
-        state, lanes_R = self._lanes, slot.lanes.value
+    def decode(self, lanes_R: Tensor, max_context: int) -> tuple[Tensor, Tensor]:
+        """Draw the next token of the row in each lane, and advance the lanes.
+
+        Args:
+            lanes_R: Lanes to run, int64; the trash lane where a row is padding.
+            max_context: No row's context is longer, the new token included.
+
+        Returns:
+            Token ids, int64, and log-probabilities, float32, each `(R,)`.
+        """
+        state = self.lanes
         # The carry-over: the newest token of a row that ran in the batch before is read here,
         # on the device, before the host has seen it.
         tokens_R, positions_R = state.tokens_L[lanes_R], state.positions_L[lanes_R]
-        paged = self._paged(lanes_R, positions_R, max_context, None)
+        paged = PagedAttention(
+            kv_cache=self._kv_cache,
+            block_table_LP=state.block_table_LP,
+            lanes_T=lanes_R,
+            positions_T=positions_R,
+            max_context=max_context,
+        )
         rows = torch.arange(len(lanes_R), device=lanes_R.device)
         logits_RV = self._model.logits(tokens_R, positions_R, rows, paged)
         temperatures_R, seeds_R = state.temperatures_L[lanes_R], state.seeds_L[lanes_R]
         sampled_R, logprobs_R = sample(logits_RV, temperatures_R, seeds_R, positions_R + 1)
         state.tokens_L[lanes_R] = sampled_R
         # ORDER: the trash lane's position stays 0, so padding writes to the trash page alone
-        trash_lane = len(state.positions_L) - 1
-        state.positions_L[lanes_R] = positions_R + (lanes_R != trash_lane)
-        slot.tokens[: len(lanes_R)] = sampled_R
-        slot.logprobs[: len(lanes_R)] = logprobs_R
-
-    def _paged(
-        self, lanes_T: Tensor, positions_T: Tensor, max_context: int, runs: list[Run] | None
-    ) -> PagedAttention:
-        block_table = self._lanes.block_table_LP
-        return PagedAttention(self._kv_cache, block_table, lanes_T, positions_T, max_context, runs)
+        state.positions_L[lanes_R] = positions_R + (lanes_R != state.trash_lane)
+        return sampled_R, logprobs_R

@@ -56,12 +56,31 @@ class KVCache:
         """Pages allocated, the trash page included."""
         return self._data.shape[0]
 
-    def grow(self, num_pages: int) -> None:
-        """Have at least `num_pages` pages, keeping what the present ones hold."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that they take."""
+        return self._data.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the first page lies: what a captured graph relies on."""
+        return self._data.data_ptr()
+
+    def grow(self, num_pages: int, *, keep: bool = True) -> None:
+        """Have at least `num_pages` pages.
+
+        Args:
+            num_pages: The trash page included.
+            keep: Whether the present pages hold anything that is still needed; if not, they are
+                given up first, so that old and new are never there together.
+        """
         missing = num_pages - self.num_pages
-        if missing > 0:
-            more = self._data.new_zeros((missing, *self.layout.page_shape))
-            self._data = torch.cat([self._data, more])
+        if missing <= 0:
+            return
+        if not keep:
+            self._data, missing = self._data[:0].clone(), num_pages
+        more = self._data.new_zeros((missing, *self.layout.page_shape))
+        self._data = torch.cat([self._data, more]) if keep else more
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each a view `(page, token, kv_head, head_dim)`."""

@@ -35,8 +35,11 @@ class Streams:
 
     def take_over(self) -> None:
         """Let the engine's work follow whatever the trainer has queued so far."""
-        # ORDER: batch 0 reads weights that an optimizer step may still be writing
-        self.compute.wait_event(self.module.current_stream().record_event())
+        event = self.module.current_stream().record_event()
+        for stream in (self.h2d, self.compute, self.d2h):
+            # ORDER: batch 0 reads weights that an optimizer step may still be writing, and
+            # buffers that were filled with zeros on the trainer's stream
+            stream.wait_event(event)
 
     def hand_back(self) -> None:
         """Let whatever the trainer queues from now on follow the engine's last batch."""
@@ -65,24 +68,24 @@ class Staged:
         self._device = torch.zeros(shape, dtype=dtype, device=device)
         # ALIAS: NumPy writes into the pinned tensor
         self._array: NDArray[Any] = self._host.numpy()
-        self._length = 0
+        self.length = 0
 
     def stage(self, values: Any) -> None:
         """Copy `values`, of any length up to the buffer's, into the host buffer."""
-        self._length = len(values)
-        if self._length:
-            self._array[: self._length] = values
+        self.length = len(values)
+        if self.length:
+            self._array[: self.length] = values
 
     def upload(self) -> None:
         """Queue the copy of what was staged on the current stream."""
-        if self._length:
-            staged = self._host[: self._length]
-            self._device[: self._length].copy_(staged, non_blocking=True)
+        if self.length:
+            staged = self._host[: self.length]
+            self._device[: self.length].copy_(staged, non_blocking=True)
 
     @property
     def value(self) -> Tensor:
         """What was staged, on the device."""
-        return self._device[: self._length]
+        return self._device[: self.length]
 
 
 class IOSlot:
@@ -114,6 +117,7 @@ class IOSlot:
         self.admitted = ints(max_rows, 4)
         self.temperatures = Staged((max_rows,), torch.float32, device)
         self.prefill = ints(prefill_tokens, 3)
+        self.runs = ints(max_rows, 4)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
         pinned = device.type == "cuda"
@@ -134,11 +138,14 @@ class IOSlot:
         state = (admission.lanes, admission.tokens, admission.positions, admission.seeds)
         self.admitted.stage(np.array(state, np.int64).T)
         self.temperatures.stage(admission.temperatures)
-        prompts = [
-            (np.full(len(s.tokens), s.lane), s.start + np.arange(len(s.tokens)), s.tokens)
-            for s in segments
-        ]
-        self.prefill.stage(np.concatenate(prompts, axis=1).T if prompts else [])
+        counts = np.array([len(segment.tokens) for segment in segments], np.int64)
+        lanes = np.array([segment.lane for segment in segments], np.int64)
+        firsts = np.array([segment.start for segment in segments], np.int64)
+        starts = counts.cumsum() - counts
+        self.runs.stage(np.stack([lanes, starts, counts, firsts], axis=1))
+        positions = np.arange(counts.sum()) + (firsts - starts).repeat(counts)
+        tokens = np.concatenate([np.empty(0, np.int64), *(s.tokens for s in segments)])
+        self.prefill.stage(np.stack([lanes.repeat(counts), positions, tokens], axis=1))
 
     def upload(self) -> None:
         """Queue the copies to the device on the H2D stream."""
@@ -149,6 +156,7 @@ class IOSlot:
                 self.admitted,
                 self.temperatures,
                 self.prefill,
+                self.runs,
             ):
                 staged.upload()
             self.uploaded.record(self._streams.h2d)

@@ -63,6 +63,12 @@ class Twin:
         return int(config.max_position_embeddings)
 
     @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where its tensors lie: what a captured graph relies on."""
+        tensors = (*self._base.parameters(), *self._base.buffers())
+        return tuple(tensor.data_ptr() for tensor in tensors)
+
+    @property
     def shadow_bytes(self) -> int:
         """Bytes of weights held a second time."""
         return sum(weight.nbytes for weight in self._shadow.values())
@@ -134,6 +140,7 @@ class Twin:
             _forget_trainer(module)
         self._base.config._attn_implementation = PAGED_ATTENTION  # type: ignore[union-attr]
 
+    @torch.no_grad()
     def _bind(self) -> None:
         """Point every parameter and persistent buffer at the trainer's storage, by name."""
         live = dict(base_of(self._live).named_modules())
@@ -142,11 +149,13 @@ class Twin:
                 # ALIAS: the twin reads what the optimizer writes
                 module._parameters[key] = None if parameter is None else _alias(parameter)
             for key, buffer in live[name]._buffers.items():
-                if buffer is not None and key in live[name]._non_persistent_buffers_set:
-                    module._buffers[key] = buffer.detach().clone()
-                else:
+                if buffer is None or key not in live[name]._non_persistent_buffers_set:
                     # ALIAS: as above
                     module._buffers[key] = buffer
+                elif (mine := module._buffers[key]) is not None and mine.device == buffer.device:
+                    mine.copy_(buffer)
+                else:
+                    module._buffers[key] = buffer.detach().clone()
 
     @torch.no_grad()
     def _cast(self) -> None:

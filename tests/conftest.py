@@ -12,6 +12,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)  # tests run beside each other, one process a core
+if not torch.cuda.is_available():
+    # Triton kernels then run in its interpreter, on the CPU. Read when a kernel is defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -170,7 +170,7 @@ def test_model_and_global_random_states_are_left_as_found(fail, training):
     before, randomness = states(model), global_random_states()
     with engine_for(model) as engine:
         if fail:
-            engine.forward._decode = None
+            engine.graphs.forward.decode = None
             with pytest.raises(TypeError):
                 engine.generate(tiny.prompts(5), SamplingParams(max_new_tokens=5))
         else:
@@ -182,22 +182,22 @@ def test_model_and_global_random_states_are_left_as_found(fail, training):
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
-@pytest.mark.parametrize("part", ["_prefill", "_decode"])
+@pytest.mark.parametrize("part", ["prefill", "decode"])
 @pytest.mark.parametrize("nth", [1, 5])
 def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(num_slots, part, nth):
     work = workload()
     order = range(len(work[0]))
     wanted = rows_of(*work, order, wrap=fakes.with_history_model)
     with fakes.with_history_model(engine_for(tiny.build(), num_slots=num_slots)) as engine:
-        run, calls = getattr(engine.forward, part), []
+        run, calls = getattr(engine.graphs.forward, part), []
 
         def failing(*args):
             calls.append(args)
             if len(calls) == nth:
                 raise MemoryError("injected")
-            run(*args)
+            return run(*args)
 
-        setattr(engine.forward, part, failing)
+        setattr(engine.graphs.forward, part, failing)
         with pytest.raises(MemoryError, match="injected"):
             engine.generate(*work)
         assert not engine.busy

@@ -43,9 +43,7 @@ def test_a_run_without_a_rising_reward_fails(tmp_path):
 
 
 def test_trl_generates_by_itself_when_asked(tmp_path):
-    result = run(
-        tmp_path, "--rollouts", "trl", "--required_gain", "-1", "--report_to", "none"
-    )
+    result = run(tmp_path, "--rollouts", "trl", "--required_gain", "-1", "--report_to", "none")
     assert result.returncode == 0, result.stderr
     assert "tokens/s" not in result.stdout
 

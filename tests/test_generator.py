@@ -248,7 +248,8 @@ def test_fp32_masters_under_bf16_autocast_stay_float32_and_close(tmp_path):
 def test_a_failed_rollout_reaches_the_user_and_training_can_go_on(tmp_path):
     trainer = trl_trainer.build(tmp_path, max_steps=2)
     generator = trl_trainer.attach(trainer)
-    decode, calls = generator.engine.forward._decode, []
+    forward, calls = generator.engine.graphs.forward, []
+    decode = forward.decode
 
     def failing(*args):
         calls.append(args)
@@ -256,7 +257,7 @@ def test_a_failed_rollout_reaches_the_user_and_training_can_go_on(tmp_path):
             raise MemoryError("injected")
         return decode(*args)
 
-    generator.engine.forward._decode = failing
+    forward.decode = failing
     with pytest.raises(MemoryError, match="injected"):
         trainer.train()
     trainer.train()

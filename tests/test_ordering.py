@@ -116,8 +116,8 @@ def recorded(monkeypatch):
 
     logged(rollout.slots.Staged, "upload", "copy in")
     logged(Lanes, "admit", "lane state")
-    logged(Forward, "_prefill", "KV")
-    logged(Forward, "_decode", "KV")
+    logged(Forward, "prefill", "KV")
+    logged(Forward, "decode", "KV")
     engine = RolloutEngine(tiny.build(), RolloutConfig(**SMALL))
     recorder.log.clear()
     return engine, recorder
@@ -176,7 +176,7 @@ def test_a_rollout_follows_the_trainer_and_the_trainer_follows_it(recorded):
     log = recorder.log
     # At the start: an event on the trainer's stream, for which compute waits.
     assert (log[0][0], log[0][2]) == ("record", "trainer")
-    assert log[1] == ("wait", log[0][1], "compute")
+    assert log[1:4] == [("wait", log[0][1], stream) for stream in ("h2d", "compute", "d2h")]
     # At the end: an event on compute behind the last batch, for which the trainer waits.
     assert (log[-2][0], log[-2][2]) == ("record", "compute")
     assert log[-1] == ("wait", log[-2][1], "trainer")
@@ -190,15 +190,13 @@ def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():
     engine = RolloutEngine(tiny.build(), RolloutConfig(**SMALL))
     engine.submit([9, 10, 11], SamplingParams(max_new_tokens=4))
     engine.step()
-    lanes = engine.forward._lanes
+    forward = engine.graphs.forward
+    lanes = forward.lanes
     before = [lanes.positions_L.clone(), lanes.block_table_LP.clone()]
     engine.kv_cache._data[TRASH_PAGE] = 7.0
     pages = engine.kv_cache._data.clone()
-    slot, trash = engine.slots._slots[0], SMALL["max_rows"]
-    slot.lanes.stage([trash] * 2)
-    slot.lanes.upload()
     with torch.no_grad():
-        engine.forward._decode(slot, max_context=1)
+        forward.decode(torch.tensor([lanes.trash_lane] * 2), max_context=1)
     assert torch.equal(lanes.positions_L, before[0])
     assert torch.equal(lanes.block_table_LP, before[1])
     changed = (engine.kv_cache._data != pages).flatten(1).any(1).nonzero().flatten()

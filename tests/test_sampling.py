@@ -1,9 +1,11 @@
 """Draws follow the softmax, and depend on nothing but the row's seed and the position."""
 
+import math
+
 import pytest
 import torch
 
-from rollout.kernels.philox import exponential, philox
+from rollout.kernels.philox import gumbel, log, philox
 from rollout.sampling import sample
 
 
@@ -25,13 +27,23 @@ def test_philox_gives_the_published_words(counter, key, words):
     assert [int(word) for word in got] == words
 
 
-def test_noise_is_standard_exponential_and_finite():
-    noise = exponential(torch.arange(200), torch.arange(200), 1001)
-    assert noise.shape == (200, 1001)
+def test_log_is_as_good_as_the_librarys():
+    x = torch.cat([torch.logspace(-37, 38, 100_001), 1 + torch.linspace(-1e-3, 1e-3, 10_001)])
+    exact = x.double().log()
+    error = (log(x).double() - exact).abs()
+    assert (error <= 2.0**-22 * exact.abs()).all()
+    assert log(torch.ones(1)).item() == 0
+
+
+def test_noise_is_standard_gumbel_and_finite():
+    noise = gumbel(torch.arange(400), torch.arange(400), 2501).double()
+    assert noise.shape == (400, 2501)
     assert noise.isfinite().all()
-    assert (noise > 0).all()
-    assert noise.mean().item() == pytest.approx(1, abs=0.01)
-    assert (noise > 1).float().mean().item() == pytest.approx(torch.e**-1, abs=0.005)
+    assert noise.mean().item() == pytest.approx(0.57722, abs=0.005)
+    for x in (-1.5, 0.0, 1.0, 3.0, 8.0):
+        wanted = math.exp(-math.exp(-x))
+        error = (wanted * (1 - wanted) / noise.numel()) ** 0.5
+        assert (noise <= x).double().mean().item() == pytest.approx(wanted, abs=4 * error)
 
 
 def test_draws_follow_the_softmax_at_temperature():

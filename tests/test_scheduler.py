@@ -25,7 +25,7 @@ EOS_SETS = [(), (VOCAB,), (3,), (0, 5, 8, 9), tuple(range(VOCAB))]  # never ... 
 MAX_PAGES = 300  # more than any workload below can take
 
 # Each property sees this many workloads; they add up to thousands.
-many = settings(max_examples=4 * settings.default.max_examples)
+many = settings(max_examples=3 * settings.default.max_examples)
 depths = st.sampled_from([1, 2])
 
 

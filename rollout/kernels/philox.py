@@ -1,8 +1,9 @@
-"""Philox4x32-10: random numbers that depend on a key and a counter, and on nothing else.
+"""Philox4x32-10 noise: depends on a key and a counter, and on nothing else.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A draw
 keyed by (row seed, position) is the same in any batch, lane or slot, and leaves the global
-random state alone.
+random state alone. Logarithms are built from operations that every device rounds alike, so that
+CPU, CUDA and Triton draw the same bits.
 """
 
 import torch
@@ -13,6 +14,11 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 
+# ln 2 in two parts: an exponent times the first is exact.
+LN2_HIGH, LN2_LOW = 0.693145751953125, 1.4286068203094172e-06
+SQRT2_BITS = 0x3FB504F3
+# log(m) = 2 atanh(s) = 2s + 2s^3/3 + 2s^5/5 + ..., s = (m - 1) / (m + 1), for m near 1
+ATANH = (2.0, 2.0 / 3, 2.0 / 5, 2.0 / 7, 2.0 / 9)
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -41,11 +47,27 @@ def philox(key: Tensor, counter: Words) -> Words:
     return word_0, word_1, word_2, word_3
 
 
-def exponential(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard exponential noise, one number for each row and token.
+def log(x: Tensor) -> Tensor:
+    """Natural logarithm of positive, normal float32 numbers, to 2 units in the last place."""
+    bits = x.view(torch.int32)
+    # x = m * 2**e with sqrt(1/2) <= m < sqrt(2)
+    exponent = (bits - (SQRT2_BITS - 0x00800000)) >> 23
+    mantissa = (bits - (exponent << 23)).view(torch.float32)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    square = s * s
+    series = torch.full_like(square, ATANH[-1])
+    for coefficient in ATANH[-2::-1]:
+        series = series * square + coefficient
+    exponent = exponent.to(torch.float32)
+    return exponent * LN2_HIGH + (exponent * LN2_LOW + s * series)
 
-    Token `v` takes word `v % 4` of counter `(v // 4, position, 0, 0)`. A word `w` becomes
-    `-log1p(-(w + 0.5) / 2**32)`: small values, which decide an argmax, keep all their bits.
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise, one number for each row and token.
+
+    Token `v` takes word `v % 4` of counter `(v // 4, position, 0, 0)`. A word `w` is the uniform
+    number `u = (w + 0.5) / 2**32`, and the noise `-log(-log1p(-u))`: small `u`, which decide an
+    argmax, keep all their bits.
 
     Args:
         seeds: Key of each row, int64, `(rows,)`.
@@ -53,12 +75,16 @@ def exponential(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
         vocab: Tokens.
 
     Returns:
-        float32, `(rows, vocab)`, positive and finite.
+        float32, `(rows, vocab)`, finite.
     """
     quads, positions = torch.broadcast_tensors(
         torch.arange(-(-vocab // 4), device=seeds.device), positions[:, None]
     )
     zeros = torch.zeros_like(quads)
     words = philox(seeds[:, None], (quads, positions, zeros, zeros))
-    uniform = (torch.stack(words, dim=-1).flatten(1)[:, :vocab].to(torch.float32) + 0.5) * 2.0**-32
-    return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
+    word = torch.stack(words, dim=-1).flatten(1)[:, :vocab]
+    uniform = ((word.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    # -log1p(-u) = u * log(w) / (w - 1) with w = 1 - u: the rounding of w cancels (Kahan).
+    rest = 1.0 - uniform
+    exponential = torch.where(rest == 1.0, uniform, uniform * log(rest) / (rest - 1.0))
+    return -log(exponential)

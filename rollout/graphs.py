@@ -1,0 +1,158 @@
+"""Captures and replays a decode step per padded size; says why it captured.
+
+One set of graphs and one memory pool serve both slots: a slot's lanes are copied into the graphs'
+input on the compute stream, and tokens out of their output, which lies outside the pool.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count, product, takewhile
+from typing import Any
+
+import torch
+
+from rollout.forward import Forward
+from rollout.kernels import SPLIT_TOKENS
+from rollout.slots import IOSlot, Streams
+
+logger = logging.getLogger(__name__)
+
+_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+
+
+class GraphCache:
+    """Runs batches: prefill eagerly, decode by graph where one was captured.
+
+    On a CPU nothing is captured and nothing is padded.
+
+    Args:
+        forward: What a step does.
+        streams: The engine's streams.
+        max_rows: Rows that may decode in one batch.
+        device: Where the model lives.
+    """
+
+    def __init__(
+        self, forward: Forward, streams: Streams, max_rows: int, device: torch.device
+    ) -> None:
+        self.forward = forward
+        self.num_eager = 0
+        self._streams = streams
+        self._sizes = sorted({min(size, max_rows) for size in (*_SIZES, max_rows)})
+        self._on_gpu = device.type == "cuda"
+        self._signature: Any = None
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._refused: set[tuple[int, int]] = set()
+        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        trash_lane = forward.lanes.trash_lane
+        # ALIAS: what the graphs read and write; fixed for their lifetime
+        self._lanes = torch.full((max_rows,), trash_lane, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(max_rows, device=device)
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs ready to be replayed."""
+        return len(self._graphs)
+
+    def prepare(self, num_rows: int, max_context: int, signature: Any) -> None:
+        """Capture what a rollout can need, before it is served, largest first.
+
+        Args:
+            num_rows: Most rows that decode together.
+            max_context: Longest context.
+            signature: Addresses of everything the graphs read. Where they have changed, what was
+                captured is dropped.
+        """
+        if not self._on_gpu:
+            return
+        if self._graphs and signature != self._signature:
+            logger.info("capturing again: weights or KV pages have moved")
+            self._graphs.clear()
+            self._refused.clear()
+        self._signature = signature
+        missing = [key for key in self._keys(num_rows, max_context) if key not in self._graphs]
+        for key in sorted(set(missing) - self._refused, reverse=True):
+            self._capture(key)
+
+    @torch.no_grad()
+    def run(self, slot: IOSlot) -> None:
+        """Queue a slot's batch on the compute stream."""
+        batch = slot.batch
+        assert batch is not None
+        with slot.computing():
+            self.forward.lanes.admit(slot)
+            if batch.segments:
+                self.forward.prefill(slot, batch.segments)
+            if len(batch.rows):
+                self._decode(slot, len(batch.rows), batch.max_context)
+
+    def _decode(self, slot: IOSlot, num_rows: int, max_context: int) -> None:
+        size, context = self._key(num_rows, max_context)
+        self._lanes[:num_rows].copy_(slot.lanes.value)
+        self._lanes[num_rows:size].fill_(self.forward.lanes.trash_lane)
+        graph = self._graphs.get((size, context))
+        if graph is not None:
+            graph.replay()
+        else:
+            self.num_eager += 1
+            self._step(size, context)
+        slot.tokens[:num_rows].copy_(self._tokens[:num_rows])
+        slot.logprobs[:num_rows].copy_(self._logprobs[:num_rows])
+
+    def _step(self, size: int, context: int) -> None:
+        """What is captured."""
+        tokens, logprobs = self.forward.decode(self._lanes[:size], context)
+        self._tokens[:size].copy_(tokens)
+        self._logprobs[:size].copy_(logprobs)
+
+    @torch.no_grad()
+    def _capture(self, key: tuple[int, int]) -> None:
+        """Capture one size, or note that it runs eagerly and warn once."""
+        graph = torch.cuda.CUDAGraph()
+        with self._streams.module.stream(self._streams.compute):
+            self._lanes.fill_(self.forward.lanes.trash_lane)
+            try:
+                self._step(*key)  # compiles what is compiled on first use
+                with _capturing(graph, self._pool):
+                    self._step(*key)
+            except RuntimeError as error:
+                self._refused.add(key)
+                if len(self._refused) == 1:
+                    text = "decode of %d rows cannot be captured and runs eagerly, more slowly: %s"
+                    logger.warning(text, key[0], error)
+                return
+        self._graphs[key] = graph
+
+    def _key(self, num_rows: int, max_context: int) -> tuple[int, int]:
+        """Every whole number that a graph bakes in: padded rows, and the bound of the context."""
+        if not self._on_gpu:
+            return num_rows, max_context
+        contexts = (context for context in _contexts() if context >= max_context)
+        return next(size for size in self._sizes if size >= num_rows), next(contexts)
+
+    def _keys(self, num_rows: int, max_context: int) -> list[tuple[int, int]]:
+        """All keys up to a size and a context."""
+        largest, longest = self._key(num_rows, max_context)
+        sizes = [size for size in self._sizes if size <= largest]
+        contexts = takewhile(lambda context: context <= longest, _contexts())
+        return list(product(sizes, contexts))
+
+
+def _contexts() -> Iterator[int]:
+    """Bounds of the context, each four times the one before: few graphs, little idle grid."""
+    return (SPLIT_TOKENS * 4**power for power in count())
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is queued inside, in thread-local mode: other threads go on as they like.
+
+    Without `torch.cuda.graph`, which would empty the trainer's block cache at every capture.
+    """
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    finally:
+        graph.capture_end()

@@ -1,0 +1,399 @@
+"""Paged attention in Triton: store, decode in splits, prefill; defined by `paged_attention`.
+
+Decode and prefill share `_attend`, and with it every rounding. A row's result depends on its own
+length alone: keys are counted from position 0 in splits of a fixed length, and the splits are
+added up in order.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels import SPLIT_TOKENS
+
+_QUERY_BLOCK = 64
+_MIN_DOT_ROWS = 16
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend(
+    query,
+    K,
+    V,
+    table,
+    page_stride,
+    token_stride,
+    start,
+    limit,
+    last,
+    window,
+    scale,
+    softcap,
+    peak,
+    total,
+    mixed,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Fold keys `[start, start + BLOCK)` into the running softmax of each query row.
+
+    `last` is the position of each query; keys at or past `limit` are not read.
+    """
+    tokens = start + tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM_PAD)
+    if PAGE % BLOCK == 0:
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        places = page * page_stride + (start % PAGE + tl.arange(0, BLOCK)) * token_stride
+    else:
+        pages = tl.load(table + tokens // PAGE, mask=tokens < limit, other=0).to(tl.int64)
+        places = pages * page_stride + (tokens % PAGE) * token_stride
+    offsets = places[:, None] + dims[None, :]
+    there = (tokens < limit)[:, None] & (dims < DIM)[None, :]
+    keys = tl.load(K + offsets, mask=there, other=0.0)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E) / softcap) + 1.0))
+    visible = tokens[None, :] <= last[:, None]
+    if HAS_WINDOW:
+        visible = visible & (tokens[None, :] > last[:, None] - window)
+    scores = tl.where(visible, scores * _LOG2E, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # A row that has seen no key yet keeps a peak of -inf, and -inf - -inf is no number.
+    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - anchor[:, None])
+    fade = tl.exp2(peak - anchor)
+    total = total * fade + tl.sum(weights, 1)
+    values = tl.load(V + offsets, mask=there, other=0.0)
+    mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_peak, total, mixed
+
+
+@triton.jit
+def _decode_kernel(
+    Q,
+    K,
+    V,
+    TABLE,
+    LANES,
+    POSITIONS,
+    OUT,
+    LSE,
+    table_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    window,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(POSITIONS + row)
+    first = split * SPLIT
+    stop = tl.minimum(first + SPLIT, position + 1)
+    if HAS_WINDOW:
+        first = tl.maximum(first, (position - window + 1) // BLOCK * BLOCK)
+    if first >= stop:
+        return
+    table = TABLE + tl.load(LANES + row) * table_stride
+    heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    mine = (tl.arange(0, GROUP_PAD) < GROUP)[:, None] & (dims < DIM)[None, :]
+    at = (row.to(tl.int64) * HEADS + heads)[:, None]
+    query = tl.load(Q + at * DIM + dims[None, :], mask=mine, other=0.0)
+    last = tl.zeros([GROUP_PAD], tl.int64) + position
+    peak = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for start in range(first, stop, BLOCK):
+        peak, total, mixed = _attend(
+            query, K + kv_head * head_stride, V + kv_head * head_stride, table,
+            page_stride, token_stride, start, stop, last, window, scale, softcap,
+            peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+    output = mixed / total[:, None]
+    if NUM_SPLITS == 1:
+        tl.store(OUT + at * DIM + dims[None, :], output.to(OUT.dtype.element_ty), mask=mine)
+    else:
+        part = at * NUM_SPLITS + split
+        tl.store(OUT + part * DIM + dims[None, :], output, mask=mine)
+        lse = (peak + tl.log2(total))[:, None]
+        tl.store(LSE + part, lse, mask=(tl.arange(0, GROUP_PAD) < GROUP)[:, None])
+
+
+@triton.jit
+def _add_splits_kernel(
+    PARTS,
+    LSE,
+    POSITIONS,
+    OUT,
+    window,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Add up a row's splits in order, so that their number in the graph changes no bit."""
+    at = tl.program_id(0).to(tl.int64)
+    position = tl.load(POSITIONS + at // HEADS)
+    dims = tl.arange(0, DIM_PAD)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // SPLIT
+    end = position // SPLIT + 1
+    peak = -float("inf")
+    for split in range(begin, end):
+        peak = tl.maximum(peak, tl.load(LSE + at * NUM_SPLITS + split))
+    total = 0.0
+    mixed = tl.zeros([DIM_PAD], tl.float32)
+    for split in range(begin, end):
+        part = at * NUM_SPLITS + split
+        weight = tl.exp2(tl.load(LSE + part) - peak)
+        total += weight
+        mixed += weight * tl.load(PARTS + part * DIM + dims, mask=dims < DIM, other=0.0)
+    tl.store(OUT + at * DIM + dims, (mixed / total).to(OUT.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _prefill_kernel(
+    Q,
+    K,
+    V,
+    TABLE,
+    RUNS,
+    OUT,
+    table_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    window,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    run, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lane = tl.load(RUNS + run * 4)
+    packed_start = tl.load(RUNS + run * 4 + 1)
+    count = tl.load(RUNS + run * 4 + 2)
+    first_position = tl.load(RUNS + run * 4 + 3)
+    index = tile * QUERIES + tl.arange(0, QUERIES)
+    if tile * QUERIES >= count:
+        return
+    table = TABLE + lane * table_stride
+    dims = tl.arange(0, DIM_PAD)
+    mine = (index < count)[:, None] & (dims < DIM)[None, :]
+    at = ((packed_start + index) * HEADS + head)[:, None] * DIM + dims[None, :]
+    query = tl.load(Q + at, mask=mine, other=0.0)
+    last = first_position + index
+    stop = first_position + tl.minimum(tile * QUERIES + QUERIES, count)
+    first = tl.zeros([], tl.int64)
+    if HAS_WINDOW:
+        oldest = first_position + tile * QUERIES - window + 1
+        first = tl.maximum(oldest, 0) // BLOCK * BLOCK
+    peak = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, DIM_PAD], tl.float32)
+    kv = (head // GROUP) * head_stride
+    for start in range(first, stop, BLOCK):
+        peak, total, mixed = _attend(
+            query, K + kv, V + kv, table,
+            page_stride, token_stride, start, stop, last, window, scale, softcap,
+            peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+    tl.store(OUT + at, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _store_kernel(
+    KEYS,
+    VALUES,
+    K,
+    V,
+    TABLE,
+    LANES,
+    POSITIONS,
+    table_stride,
+    page_stride,
+    token_stride,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(POSITIONS + token)
+    page = tl.load(TABLE + tl.load(LANES + token) * table_stride + position // PAGE).to(tl.int64)
+    place = page * page_stride + (position % PAGE) * token_stride
+    at = tl.arange(0, WIDTH_PAD)
+    tl.store(K + place + at, tl.load(KEYS + token * WIDTH + at, mask=at < WIDTH), mask=at < WIDTH)
+    values = tl.load(VALUES + token * WIDTH + at, mask=at < WIDTH)
+    tl.store(V + place + at, values, mask=at < WIDTH)
+
+
+def store_kv(
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    block_table_LP: Tensor,
+    lanes_T: Tensor,
+    positions_T: Tensor,
+) -> None:
+    """Write packed keys and values to their rows' pages.
+
+    Args:
+        keys_TKD: New keys.
+        values_TKD: New values.
+        cache: A layer's keys and values, each `(pages, page_tokens, K, D)`, any page stride.
+        block_table_LP: Page ids of each lane, int64.
+        lanes_T: Lane of each token, int64.
+        positions_T: Position of each token in its row, int64.
+    """
+    num_tokens, num_heads, dim = keys_TKD.shape
+    width = num_heads * dim
+    _store_kernel[(num_tokens,)](
+        keys_TKD.contiguous(), values_TKD.contiguous(), *cache,
+        block_table_LP, lanes_T, positions_T,
+        block_table_LP.stride(0), cache[0].stride(0), cache[0].stride(1),
+        PAGE=cache[0].shape[1], WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width),
+    )  # fmt: skip
+
+
+def decode(
+    query_RHD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    block_table_LP: Tensor,
+    lanes_R: Tensor,
+    positions_R: Tensor,
+    *,
+    max_context: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend with one query a row over the row's pages; see `paged_attention.attend`.
+
+    Args:
+        query_RHD: Queries.
+        cache: A layer's keys and values, each `(pages, page_tokens, K, D)`.
+        block_table_LP: Page ids of each lane, int64.
+        lanes_R: Lane of each row, int64.
+        positions_R: Position of each query, int64, below `max_context`.
+        max_context: Bounds the launch; baked into a captured graph. It changes no result.
+        scale: Multiplies the scores.
+        window: Tokens a query sees, itself included. `None`: all.
+        softcap: Caps the scores.
+
+    Returns:
+        `(R, H, D)` in the query's dtype.
+    """
+    query = query_RHD.contiguous()
+    num_rows, num_heads, dim = query.shape
+    num_splits = triton.cdiv(max_context, SPLIT_TOKENS)
+    output = torch.empty_like(query)
+    parts, lse = output, output
+    if num_splits > 1:
+        shape = (num_rows, num_heads, num_splits)
+        parts = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    sizes, strides, launch = _launch(query, cache, window, softcap)
+    group = sizes["HEADS"] // cache[0].shape[2]
+    _decode_kernel[(num_rows, cache[0].shape[2], num_splits)](
+        query, *cache, block_table_LP, lanes_R, positions_R, parts, lse,
+        block_table_LP.stride(0), *strides, window or 0, scale, softcap or 0.0,
+        GROUP=group, GROUP_PAD=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        SPLIT=SPLIT_TOKENS, NUM_SPLITS=num_splits, **sizes, **launch,
+    )  # fmt: skip
+    if num_splits > 1:
+        _add_splits_kernel[(num_rows * num_heads,)](
+            parts, lse, positions_R, output, window or 0,
+            HEADS=num_heads, DIM=dim, DIM_PAD=sizes["DIM_PAD"],
+            SPLIT=SPLIT_TOKENS, NUM_SPLITS=num_splits, HAS_WINDOW=window is not None,
+        )  # fmt: skip
+    return output
+
+
+def prefill(
+    query_THD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    block_table_LP: Tensor,
+    runs_N4: Tensor,
+    *,
+    max_run_tokens: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend with packed runs of prompt tokens, each over its own row's pages.
+
+    Args:
+        query_THD: Queries of all runs.
+        cache: A layer's keys and values, those of the queries included.
+        block_table_LP: Page ids of each lane, int64.
+        runs_N4: Lane, first packed token, number of tokens, first position of each run, int64.
+        max_run_tokens: Tokens of the longest run.
+        scale: Multiplies the scores.
+        window: Tokens a query sees, itself included. `None`: all.
+        softcap: Caps the scores.
+
+    Returns:
+        `(T, H, D)` in the query's dtype.
+    """
+    query = query_THD.contiguous()
+    output = torch.empty_like(query)
+    sizes, strides, launch = _launch(query, cache, window, softcap)
+    tiles = triton.cdiv(max_run_tokens, _QUERY_BLOCK)
+    _prefill_kernel[(len(runs_N4), query.shape[1], tiles)](
+        query, *cache, block_table_LP, runs_N4, output,
+        block_table_LP.stride(0), *strides, window or 0, scale, softcap or 0.0,
+        GROUP=sizes["HEADS"] // cache[0].shape[2], QUERIES=_QUERY_BLOCK, **sizes, **launch,
+    )  # fmt: skip
+    return output
+
+
+def _launch(
+    query: Tensor, cache: tuple[Tensor, Tensor], window: int | None, softcap: float | None
+) -> tuple[dict[str, Any], tuple[int, int, int], dict[str, int]]:
+    """What decode and prefill have in common: sizes, strides of the cache, launch options."""
+    dim = query.shape[-1]
+    dim_pad = triton.next_power_of_2(dim)
+    narrow = query.dtype.itemsize <= 2
+    # Keys and values of one block have to fit into shared memory, several stages deep.
+    block = (128 if dim_pad <= 128 else 64) if narrow else (32 if dim_pad <= 128 else 16)
+    sizes = {
+        "HEADS": query.shape[1],
+        "DIM": dim,
+        "DIM_PAD": dim_pad,
+        "PAGE": cache[0].shape[1],
+        "BLOCK": block,
+        "HAS_WINDOW": window is not None,
+        "HAS_SOFTCAP": softcap is not None,
+    }
+    page_stride, token_stride, head_stride, _ = cache[0].stride()
+    return sizes, (page_stride, token_stride, head_stride), {"num_warps": 4, "num_stages": 2}

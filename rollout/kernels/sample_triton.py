@@ -1,0 +1,146 @@
+"""Sampling in one read of the logits, in Triton; defined by `sample.sample`.
+
+Each program takes a chunk of one row's vocabulary: temperature, Gumbel noise, argmax and
+log-sum-exp in one pass. A second kernel puts a row's chunks together.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels.philox import ATANH, LN2_HIGH, LN2_LOW, SQRT2_BITS
+
+_CHUNK = 8192
+_BLOCK = 1024
+_HIGH, _LOW = tl.constexpr(LN2_HIGH), tl.constexpr(LN2_LOW)
+_SQRT2 = tl.constexpr(SQRT2_BITS - 0x00800000)
+_A0, _A1, _A2, _A3, _A4 = (tl.constexpr(coefficient) for coefficient in ATANH)
+
+
+@triton.jit
+def _log(x):
+    """`philox.log`, operation by operation."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - _SQRT2) >> 23
+    mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
+    s = tl.div_rn(mantissa - 1.0, mantissa + 1.0)
+    square = s * s
+    series = (((_A4 * square + _A3) * square + _A2) * square + _A1) * square + _A0
+    power = exponent.to(tl.float32)
+    return power * _HIGH + (power * _LOW + s * series)
+
+
+@triton.jit
+def _gumbel(seed, position, quads):
+    """`philox.gumbel` of tokens `4 * quads` to `4 * quads + 3`, `(quads, 4)`."""
+    zeros = tl.zeros_like(quads)
+    w0, w1, w2, w3 = tl.philox(
+        seed, quads.to(tl.uint32), (zeros + position).to(tl.uint32),
+        zeros.to(tl.uint32), zeros.to(tl.uint32), 10,
+    )  # fmt: skip
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (quads.shape[0], 4))
+    uniform = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    uniform = tl.minimum(uniform, 0.999999940395355224609375)
+    rest = 1.0 - uniform
+    gap = tl.where(rest == 1.0, 1.0, rest - 1.0)
+    exponential = tl.where(rest == 1.0, uniform, tl.div_rn(uniform * _log(rest), gap))
+    return -_log(exponential)
+
+
+@triton.jit
+def _chunk_kernel(
+    LOGITS,
+    TEMPERATURES,
+    SEEDS,
+    POSITIONS,
+    SCORES,
+    CHOICES,
+    CHOSEN,
+    PEAKS,
+    TOTALS,
+    stride,
+    vocab,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(TEMPERATURES + row)
+    seed, position = tl.load(SEEDS + row), tl.load(POSITIONS + row)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    best, choice, chosen = -float("inf"), 0, -float("inf")
+    peak, total = -float("inf"), 0.0
+    for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), BLOCK):
+        quads = start // 4 + tl.arange(0, BLOCK // 4)
+        tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+        there = tokens < vocab
+        logits = tl.load(LOGITS + row * stride + tokens, mask=there, other=-float("inf"))
+        scaled = tl.div_rn(logits.to(tl.float32), tl.zeros_like(tokens).to(tl.float32) + divisor)
+        noise = tl.where(temperature == 0.0, 0.0, _gumbel(seed, position, quads))
+        scores = tl.reshape(tl.where(there, scaled + noise, -float("inf")), (BLOCK,))
+        flat = tl.reshape(scaled, (BLOCK,))
+        block_best, index = tl.max(scores, 0, return_indices=True)
+        block_chosen = tl.sum(tl.where(tl.arange(0, BLOCK) == index, flat, 0.0), 0)
+        better = block_best > best
+        choice = tl.where(better, start + index, choice)
+        chosen = tl.where(better, block_chosen, chosen)
+        best = tl.where(better, block_best, best)
+        new_peak = tl.maximum(peak, tl.max(flat, 0))
+        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(flat - new_peak), 0)
+        peak = new_peak
+    at = row * num_chunks + chunk
+    tl.store(SCORES + at, best)
+    tl.store(CHOICES + at, choice)
+    tl.store(CHOSEN + at, chosen)
+    tl.store(PEAKS + at, peak)
+    tl.store(TOTALS + at, total)
+
+
+@triton.jit
+def _row_kernel(
+    SCORES,
+    CHOICES,
+    CHOSEN,
+    PEAKS,
+    TOTALS,
+    TOKENS,
+    LOGPROBS,
+    num_chunks,
+    CHUNKS_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS_PAD)
+    at, there = row * num_chunks + chunks, chunks < num_chunks
+    scores = tl.load(SCORES + at, mask=there, other=-float("inf"))
+    _, index = tl.max(scores, 0, return_indices=True)
+    peaks = tl.load(PEAKS + at, mask=there, other=-float("inf"))
+    peak = tl.max(peaks, 0)
+    total = tl.sum(tl.load(TOTALS + at, mask=there, other=0.0) * tl.exp(peaks - peak), 0)
+    best = row * num_chunks + index
+    tl.store(TOKENS + row, tl.load(CHOICES + best).to(tl.int64))
+    tl.store(LOGPROBS + row, tl.load(CHOSEN + best) - peak - tl.log(total))
+
+
+def sample(
+    logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`sample.sample` on a GPU: the same draws, bit for bit."""
+    num_rows, vocab = logits_RV.shape
+    num_chunks = triton.cdiv(vocab, _CHUNK)
+    device = logits_RV.device
+    scores, chosen, peaks, totals = torch.empty((4, num_rows, num_chunks), device=device).unbind()
+    choices = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(num_rows, device=device)
+    # Fused multiply-adds would round unlike the definition.
+    _chunk_kernel[(num_rows, num_chunks)](
+        logits_RV, temperature_R, seeds_R, positions_R, scores, choices, chosen, peaks, totals,
+        logits_RV.stride(0), vocab, num_chunks,
+        CHUNK=_CHUNK, BLOCK=_BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+    _row_kernel[(num_rows,)](
+        scores, choices, chosen, peaks, totals, tokens, logprobs, num_chunks,
+        CHUNKS_PAD=triton.next_power_of_2(num_chunks),
+    )  # fmt: skip
+    return tokens, logprobs

@@ -1,0 +1,211 @@
+"""Each Triton kernel against the plain torch that defines it.
+
+Without a GPU they run in Triton's interpreter on small shapes; with one, compiled, on large ones.
+"""
+
+import pytest
+import torch
+
+from rollout.kernels import paged_attention as torch_attention
+from rollout.kernels import sample as torch_sample
+from rollout.kv_cache import KVCache, KVLayout
+
+pytest.importorskip("triton")
+from rollout.kernels import paged_attention_triton as triton_attention
+from rollout.kernels import sample_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+
+
+def sampling_inputs(rows, vocab, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    temperature = torch.rand(rows, generator=generator) * 2
+    temperature[::5] = 0.0
+    seeds = torch.randint(0, 2**62, (rows,), generator=generator)
+    positions = torch.randint(0, 100_000, (rows,), generator=generator)
+    parts = (logits.to(dtype), temperature, seeds, positions)
+    return [part.to(DEVICE) for part in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 13, 1024, 9001] + [50_257, 151_936] * ON_GPU)
+def test_sampler_draws_the_defined_tokens_bit_for_bit(vocab, dtype):
+    for seed in range(20 if ON_GPU else 2):
+        inputs = sampling_inputs(257 if ON_GPU else 7, vocab, dtype, seed)
+        tokens, logprobs = sample_triton.sample(*inputs)
+        wanted, scores = torch_sample.sample(*inputs)
+        assert torch.equal(tokens, wanted)
+        torch.testing.assert_close(logprobs, scores, rtol=1e-5, atol=2e-5)
+
+
+def test_sampler_takes_padded_rows_and_masked_logits():
+    logits, *rest = sampling_inputs(6, 1030, torch.float32)
+    logits[:, 100:] = -torch.inf
+    wide = torch.full((6, 1100), torch.nan, device=DEVICE)
+    wide[:, :1030] = logits
+    tokens, logprobs = sample_triton.sample(wide[:, :1030], *rest)
+    wanted, scores = torch_sample.sample(logits, *rest)
+    assert torch.equal(tokens, wanted)
+    assert (tokens < 100).all()
+    torch.testing.assert_close(logprobs, scores, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.gpu
+def test_draws_on_the_gpu_are_those_of_the_cpu():
+    inputs = sampling_inputs(64, 151_936, torch.float32)
+    tokens, _ = sample_triton.sample(*inputs)
+    wanted, _ = torch_sample.sample(*(part.cpu() for part in inputs))
+    assert torch.equal(tokens.cpu(), wanted)
+
+
+class Paged:
+    """Rows of random keys and values in scattered pages, the rest of which holds NaN."""
+
+    def __init__(self, lengths, heads, kv_heads, dim, page_tokens, dtype, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        pages = [-(-length // page_tokens) for length in lengths]
+        layout = KVLayout(
+            num_layers=2, page_tokens=page_tokens, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype
+        )
+        self.lengths, self.heads, self.dim = lengths, heads, dim
+        self.kv_cache = KVCache(layout, DEVICE)
+        self.kv_cache.grow(sum(pages) + 3)
+        self.cache = self.kv_cache.layer(1)
+        for part in self.cache:
+            part.fill_(torch.nan)
+        ids = torch.randperm(sum(pages), generator=generator) + 1
+        # Lanes in another order than rows, unused entries at the trash page.
+        self.lanes = torch.randperm(len(lengths), generator=generator)
+        table = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int64)
+        for row, count in enumerate(pages):
+            table[self.lanes[row], :count], ids = ids[:count], ids[count:]
+        self.table, self.lanes = table.to(DEVICE), self.lanes.to(DEVICE)
+        shape = (sum(lengths), kv_heads, dim)
+        self.keys, self.values = (
+            torch.randn(shape, generator=generator).to(DEVICE, dtype) for _ in range(2)
+        )
+        lengths_N = torch.tensor(lengths, device=DEVICE)
+        self.row_lanes = self.lanes.repeat_interleave(lengths_N)
+        self.positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])
+        self.generator = generator
+
+    def store(self):
+        triton_attention.store_kv(
+            self.keys, self.values, self.cache, self.table, self.row_lanes, self.positions
+        )
+
+    def queries(self, count):
+        query = torch.randn(count, self.heads, self.dim, generator=self.generator)
+        return query.to(DEVICE, self.keys.dtype)
+
+    def expected(self, query, row, first, **options):
+        """Float32 reference for queries of one row from position `first` on, `(Q, H, D)`."""
+        start = sum(self.lengths[:row])
+        context = slice(start, start + self.lengths[row])
+        positions = first + torch.arange(len(query), device=DEVICE)
+        return torch_attention.attend(
+            query[None].float(),
+            self.keys[None, context].float(),
+            self.values[None, context].float(),
+            positions[None],
+            **options,
+        )[0]
+
+
+def assert_close(found, wanted, dtype):
+    found = found.float()
+    assert found.isfinite().all()
+    error = ((found - wanted).norm() / wanted.norm()).item()
+    assert error < (1e-5 if dtype == torch.float32 else 6e-3)
+
+
+SHAPES = [(4, 4, 16, 4), (6, 2, 16, 16), (5, 1, 24, 3)]
+LENGTHS = [1, 2, 15, 16, 17, 33, 48, 130]
+DTYPES = [torch.float32]
+OPTIONS = [{}, {"window": 1}, {"window": 7}, {"softcap": 3.0}, {"window": 40, "softcap": 3.0}]
+if ON_GPU:
+    SHAPES = [(32, 8, 128, 256), (16, 16, 64, 16), (8, 1, 256, 256), (12, 4, 96, 64), (4, 2, 80, 8)]
+    LENGTHS = [1, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 2048, 4097, 9000, 20_000]
+    DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+    OPTIONS = [{}, {"window": 1}, {"window": 128}, {"window": 1500, "softcap": 3.0}]
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch):
+    if not ON_GPU:
+        monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_store_writes_every_token_to_its_page_and_nothing_else(shape, dtype):
+    paged = Paged(LENGTHS, *shape, dtype)
+    paged.store()
+    wanted = [torch.full_like(part, torch.nan) for part in paged.cache]
+    pages = paged.table[paged.row_lanes, paged.positions // shape[3]]
+    places = (pages, paged.positions % shape[3])
+    torch_attention.store_kv(paged.keys, paged.values, wanted, places)
+    for found, expected in zip(paged.cache, wanted, strict=True):
+        assert torch.equal(found.nan_to_num(9e4), expected.nan_to_num(9e4))
+    assert not any(part.any() for part in paged.kv_cache.layer(0))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_equals_the_reference(shape, dtype, options):
+    paged = Paged(LENGTHS, *shape, dtype)
+    paged.store()
+    query = paged.queries(len(LENGTHS))
+    positions = torch.tensor(LENGTHS, device=DEVICE) - 1
+    found = triton_attention.decode(
+        query, paged.cache, paged.table, paged.lanes, positions,
+        max_context=max(LENGTHS), scale=0.2, **options,
+    )  # fmt: skip
+    for row, length in enumerate(LENGTHS):
+        wanted = paged.expected(query[row : row + 1], row, length - 1, scale=0.2, **options)
+        assert_close(found[row : row + 1], wanted, dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefill_in_pieces_equals_the_reference(shape, dtype, options):
+    """The last part of every row, over pages that hold its beginning."""
+    paged = Paged(LENGTHS, *shape, dtype)
+    paged.store()
+    counts = [max(1, length * 2 // 3) if length % 2 else length for length in LENGTHS]
+    starts = [sum(counts[:row]) for row in range(len(counts))]
+    firsts = [length - count for length, count in zip(LENGTHS, counts, strict=True)]
+    runs = torch.tensor([starts, counts, firsts], device=DEVICE)
+    runs = torch.cat([paged.lanes[None], runs]).T.contiguous()
+    query = paged.queries(sum(counts))
+    found = triton_attention.prefill(
+        query, paged.cache, paged.table, runs, max_run_tokens=max(counts), scale=0.2, **options
+    )
+    for row, (start, count, first) in enumerate(zip(starts, counts, firsts, strict=True)):
+        if count <= 5000:  # the reference holds every score
+            mine = slice(start, start + count)
+            wanted = paged.expected(query[mine], row, first, scale=0.2, **options)
+            assert_close(found[mine], wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_result_is_the_same_bits_beside_any_others(dtype):
+    paged = Paged(LENGTHS, *SHAPES[0], dtype)
+    paged.store()
+    query, positions = paged.queries(len(LENGTHS)), torch.tensor(LENGTHS, device=DEVICE) - 1
+
+    def decode(rows, max_context):
+        return triton_attention.decode(
+            query[rows], paged.cache, paged.table, paged.lanes[rows], positions[rows],
+            max_context=max_context, scale=0.2,
+        )  # fmt: skip
+
+    everyone = list(range(len(LENGTHS)))
+    together = decode(everyone, 4 * max(LENGTHS))
+    assert torch.equal(decode(everyone[::-1], max(LENGTHS)), together.flip(0))
+    for row, length in enumerate(LENGTHS):
+        assert torch.equal(decode([row], length)[0], together[row])
