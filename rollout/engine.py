@@ -9,7 +9,8 @@ d2h                      <0         <1
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from rollout.config import RolloutConfig
-from rollout.errors import EngineBusy, EngineClosed, OutOfPages, RequestError
+from rollout.errors import EngineBusy, EngineClosed, OutOfMemory, OutOfPages, RequestError
 from rollout.forward import Forward, Lanes
 from rollout.graphs import GraphCache
 from rollout.kv_cache import KVCache
@@ -178,8 +179,8 @@ class RolloutEngine:
             tokens, logprobs = previous.wait()  # SYNC: the only host wait in a step
             completions = self.scheduler.commit(previous.release(), tokens, logprobs)
             return self._settled(completions)
-        except BaseException:
-            self._abort()
+        except BaseException as error:
+            self._give_up(error)
             raise
 
     def close(self) -> None:
@@ -195,6 +196,37 @@ class RolloutEngine:
             self.streams.hand_back()
         return completions
 
+    def _give_up(self, error: BaseException) -> None:
+        """End every row after a failure, and say of a lack of memory what helps."""
+        self._abort()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise OutOfMemory(
+                f"no GPU memory for a step (KV pages take {self.kv_cache.num_bytes} bytes; "
+                f"kv_bytes={self.config.kv_bytes}, kv_fraction={self.config.kv_fraction}, "
+                f"prefill_tokens={self.config.prefill_tokens}, max_rows={self.config.max_rows}); "
+                "lower one of them"
+            ) from error
+
+    @contextmanager
+    def paused(self, *, same_weights: bool = False) -> Iterator[None]:
+        """Let the trainer work on the weights between two steps, while rows stay live.
+
+        Args:
+            same_weights: The weights will not change. Otherwise a policy version is opened;
+                the KV of tokens that live rows already have stays as the old weights made it.
+
+        Example:
+            ```python
+            engine.step()
+            with engine.paused():
+                optimizer.step()
+            engine.step()
+            ```
+        """
+        self.streams.hand_back()
+        yield
+        self._open_version(same_weights)
+
     def _abort(self) -> None:
         """Forget every row, live or waiting, and wait until the device has, too."""
         self.slots.drain()
@@ -205,7 +237,8 @@ class RolloutEngine:
         """Queue checked requests; on an idle engine this begins a rollout of `num_rows` rows."""
         begins = not self.busy
         if begins:
-            self._begin(same_weights)
+            self._open_version(same_weights)
+            self.stats = RolloutStats(policy_version=self.policy_version)
         rows = [self.scheduler.add(request) for request in requests]
         try:
             moved = self._grow(keep=not begins)
@@ -214,19 +247,18 @@ class RolloutEngine:
                 signature = (self.kv_cache.address, self.twin.addresses)
                 rows_at_once = min(num_rows, self.config.max_rows)
                 self.graphs.prepare(rows_at_once, longest, signature)
-        except BaseException:
-            self._abort()
+        except BaseException as error:
+            self._give_up(error)
             raise
         return rows
 
-    def _begin(self, same_weights: bool) -> None:
-        """Open a policy version, and run behind whatever the trainer has queued."""
+    def _open_version(self, same_weights: bool) -> None:
+        """Run behind whatever the trainer has queued, on a new policy version if it may be one."""
         self.streams.take_over()
         if not same_weights:
             with self.streams.module.stream(self.streams.compute):
                 self.twin.refresh()
             self.policy_version += 1
-        self.stats = RolloutStats(policy_version=self.policy_version)
 
     def _grow(self, *, keep: bool) -> bool:
         """Have as many KV pages as the rows at hand can need, within the limit.

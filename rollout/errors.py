@@ -4,6 +4,7 @@ RolloutError
  |- ConfigError (ValueError)              a knob of RolloutConfig or RolloutGenerator
  |- RequestError (ValueError)             a prompt, a sampling parameter, a seed
  |- OutOfPages                            KV pages wanted, none free
+ |- OutOfMemory (MemoryError)             the GPU has no memory left for a step
  |- EngineBusy                            a call that needs an idle engine
  |- EngineClosed                          a call after close()
  |- Unsupported (NotImplementedError)     what the engine refuses, and the way out
@@ -29,6 +30,10 @@ class RequestError(RolloutError, ValueError):
 
 class OutOfPages(RolloutError):
     """More KV pages are wanted than are free. Nothing has changed when this is raised."""
+
+
+class OutOfMemory(RolloutError, MemoryError):
+    """The device ran out of memory. Every row has been given up; the engine can be used again."""
 
 
 class EngineBusy(RolloutError):

@@ -145,7 +145,7 @@ class Completion:
         logprobs: Natural-log probability of each token at the row's temperature over the full
             vocabulary.
         finish_reason: Why it ended.
-        policy_version: Weights that generated it.
+        policy_version: Weights that generated its last token.
     """
 
     row: int

@@ -138,7 +138,11 @@ class Twin:
         self._base = copy.deepcopy(live, memo).eval()
         for module in self._base.modules():
             _forget_trainer(module)
-        self._base.config._attn_implementation = PAGED_ATTENTION  # type: ignore[union-attr]
+        config: Any = self._base.config
+        config._attn_implementation = PAGED_ATTENTION
+        if self.device.type == "cuda" and config.dtype == torch.bfloat16:
+            # The one way through a Mixture of Experts that waits for nothing on the host.
+            config._experts_implementation = "grouped_mm"
 
     @torch.no_grad()
     def _bind(self) -> None:

@@ -1,0 +1,85 @@
+"""What the engine finds on this machine: versions, GPU, kernels, bandwidth, what is degraded."""
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+_PACKAGES = ("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy")
+_COPY_BYTES = 2**30
+
+
+def report(console: Console) -> None:
+    """Print the findings as a table.
+
+    Args:
+        console: Where to.
+    """
+    table = Table(title="twinslot doctor", show_header=False)
+    for name, finding in (*_versions(), *_device(), *_degraded()):
+        table.add_row(name, finding)
+    console.print(table)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    for package in _PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+
+
+def _device() -> Iterator[tuple[str, str]]:
+    if not torch.cuda.is_available():
+        yield "device", f"CPU, {torch.get_num_threads()} threads"
+        yield "kernels", "plain torch"
+        return
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    yield "device", f"{torch.cuda.device_count()} x {properties.name}"
+    yield "compute capability", f"{properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
+    yield "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    yield "kernels", "Triton: KV store, paged decode, paged prefill, sampling; CUDA graphs"
+    yield "copy on the device", f"{_copy_bandwidth('cuda') / 1e12:.2f} TB/s, read and write"
+    yield "copy to the device", f"{_copy_bandwidth('cpu') / 1e9:.1f} GB/s, pinned"
+
+
+def _copy_bandwidth(source: str) -> float:
+    """Bytes a second that a copy into device memory moves; on the device, both ways counted."""
+    pinned = source == "cpu"
+    origin = torch.ones(_COPY_BYTES // 4, device=source, pin_memory=pinned)
+    target = torch.empty(_COPY_BYTES // 4, device="cuda")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(origin, non_blocking=True)  # warm up
+    begin.record()
+    for _ in range(5):
+        target.copy_(origin, non_blocking=True)
+    end.record()
+    end.synchronize()  # SYNC: a measurement, while nothing is served
+    seconds = begin.elapsed_time(end) / 1e3 / 5
+    return _COPY_BYTES * (1 if pinned else 2) / seconds
+
+
+def _degraded() -> Iterator[tuple[str, str]]:
+    """What is slower or missing here, and why."""
+    found = list(_shortcomings())
+    for shortcoming in found:
+        yield "degraded", shortcoming
+    if not found:
+        yield "degraded", "nothing"
+
+
+def _shortcomings() -> Iterator[str]:
+    if not torch.cuda.is_available():
+        yield "no CUDA device: plain torch kernels, no graphs, nothing overlaps"
+        return
+    if find_spec("triton") is None:
+        yield "Triton is missing: rollouts on the GPU fail; pip install triton"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        yield f"compute capability {major}.{minor}: no bf16 products; float16 or float32 alone"

@@ -1,0 +1,30 @@
+"""`python -m rollout doctor`."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def run_doctor():
+    result = subprocess.run(
+        [sys.executable, "-m", "rollout", "doctor"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says something else on a GPU")
+def test_on_a_cpu_it_says_what_is_degraded_and_why():
+    printed = run_doctor()
+    assert torch.__version__.split("+")[0] in printed
+    for finding in ("transformers", "trl", "plain torch", "no CUDA device"):
+        assert finding in printed
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_measures_and_finds_nothing_degraded():
+    printed = run_doctor()
+    for finding in (torch.cuda.get_device_name(), "Triton", "TB/s", "GB/s", "nothing"):
+        assert finding in printed
