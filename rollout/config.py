@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from rollout.errors import ConfigError, reject_unknown
+from rollout.errors import ConfigError, check_count, is_real, reject_unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +50,14 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "page_tokens", "prefill_tokens"):
-            self._check_count(name)
+            check_count(ConfigError, name, getattr(self, name))
         for name in ("max_row_tokens", "kv_bytes"):
             if getattr(self, name) is not None:
-                self._check_count(name)
-        if not 0 < self.kv_fraction <= 1:
+                check_count(ConfigError, name, getattr(self, name))
+        check_count(ConfigError, "num_slots", self.num_slots)
+        if self.num_slots > 2:
+            raise ConfigError(f"num_slots={self.num_slots}: 2 overlaps host and device, 1 does not")
+        if not is_real(self.kv_fraction) or not 0 < self.kv_fraction <= 1:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: it must be above 0 and at most 1")
-        if self.num_slots not in (1, 2):
-            raise ConfigError(
-                f"num_slots={self.num_slots!r}: 2 overlaps host and device, 1 does not"
-            )
-
-    def _check_count(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r}: it must be a whole number of at least 1")
+        if not isinstance(self.progress_bar, bool):
+            raise ConfigError(f"progress_bar={self.progress_bar!r}: it must be True or False")

@@ -19,7 +19,14 @@ from torch import nn
 from tqdm import tqdm
 
 from rollout.config import RolloutConfig
-from rollout.errors import EngineBusy, EngineClosed, OutOfMemory, OutOfPages, RequestError
+from rollout.errors import (
+    EngineBusy,
+    EngineClosed,
+    OutOfMemory,
+    OutOfPages,
+    RequestError,
+    check_count,
+)
 from rollout.forward import Forward, Lanes
 from rollout.graphs import GraphCache
 from rollout.kv_cache import KVCache
@@ -299,17 +306,20 @@ class RolloutEngine:
         return [self._request(*row) for row in zip(prompts, sampling, seeds, strict=True)]
 
     def _request(self, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Request:
-        tokens = np.asarray(prompt, dtype=np.int64)
+        tokens = np.array(prompt)
         if tokens.size == 0:
             raise RequestError("empty prompt: a row needs at least one token to start from")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise RequestError(f"prompt {prompt!r:.80}: it must be a flat sequence of token ids")
         outside = tokens[(tokens < 0) | (tokens >= self.twin.vocab_size)]
         if outside.size:
             raise RequestError(
                 f"token id {outside[0]} is outside the vocabulary, 0 to {self.twin.vocab_size - 1}"
             )
-        if not 0 <= seed < 2**63:
+        check_count(RequestError, "seed", seed, least=0)
+        if seed >= 2**63:
             raise RequestError(f"seed={seed}: it must be from 0 to 2**63 - 1")
-        request = Request(tokens, sampling, int(seed))
+        request = Request(tokens.astype(np.int64), sampling, int(seed))
         if request.max_tokens > self.max_row_tokens:
             raise RequestError(
                 f"a prompt of {tokens.size} tokens and max_new_tokens={sampling.max_new_tokens} "

@@ -12,8 +12,11 @@ RolloutError
      |- UnsupportedTrainer
 """
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any
 
 
 class RolloutError(Exception):
@@ -73,3 +76,26 @@ def reject_unknown(
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(known))}"
             raise error(f"{owner} has no {name!r}; {hint}")
+
+
+def check_count(error: type[RolloutError], name: str, value: Any, least: int = 1) -> None:
+    """Raise `error` unless `value` is a whole number of at least `least`; a bool is not.
+
+    Example:
+        >>> check_count(ConfigError, "max_rows", 2.5)
+        Traceback (most recent call last):
+        ...
+        rollout.errors.ConfigError: max_rows=2.5: it must be a whole number of at least 1
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise error(f"{name}={value!r}: it must be a whole number of at least {least}")
+
+
+def is_real(value: Any) -> bool:
+    """Whether `value` is a finite number; a bool is not."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -91,7 +91,7 @@ class Forward:
 
     def prefill(self, slot: IOSlot, segments: Sequence[Segment]) -> None:
         """Write the KV of prompt tokens. Nothing is sampled, so no row's logits are computed."""
-        lanes_T, positions_T, tokens_T = slot.prefill.value.unbind(1)
+        lanes_T, positions_T, tokens_T = slot.prefill.value.T.contiguous()
         runs, start = [], 0
         for segment in segments:
             stop = start + len(segment.tokens)

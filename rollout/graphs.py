@@ -44,7 +44,7 @@ class GraphCache:
         self._signature: Any = None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._refused: set[tuple[int, int]] = set()
-        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._pool: Any = None
         trash_lane = forward.lanes.trash_lane
         # ALIAS: what the graphs read and write; fixed for their lifetime
         self._lanes = torch.full((max_rows,), trash_lane, dtype=torch.int64, device=device)
@@ -67,11 +67,14 @@ class GraphCache:
         """
         if not self._on_gpu:
             return
-        if self._graphs and signature != self._signature:
-            logger.info("capturing again: weights or KV pages have moved")
+        if signature != self._signature:
+            if self._graphs:
+                logger.info("capturing again: weights or KV pages have moved")
             self._graphs.clear()
             self._refused.clear()
-        self._signature = signature
+            # A pool that has lost its last graph cannot take another.
+            self._pool = torch.cuda.graph_pool_handle()
+            self._signature = signature
         missing = [key for key in self._keys(num_rows, max_context) if key not in self._graphs]
         for key in sorted(set(missing) - self._refused, reverse=True):
             self._capture(key)

@@ -1,6 +1,5 @@
 """The nouns that travel: what is asked, what one step runs, what comes back."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -9,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.errors import RequestError, reject_unknown
+from rollout.errors import RequestError, check_count, is_real, reject_unknown
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -47,14 +46,13 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
-            raise RequestError(
-                f"max_new_tokens={self.max_new_tokens!r}: it must be a whole number of at least 1"
-            )
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(
-                f"temperature={self.temperature!r}: it must be finite and at least 0"
-            )
+        check_count(RequestError, "max_new_tokens", self.max_new_tokens)
+        if not is_real(self.temperature) or self.temperature < 0:
+            raise RequestError(f"temperature={self.temperature!r}: it must be finite, at least 0")
+        if not isinstance(self.eos_token_ids, tuple):
+            raise RequestError(f"eos_token_ids={self.eos_token_ids!r}: it must be a tuple of ids")
+        for token in self.eos_token_ids:
+            check_count(RequestError, "a token of eos_token_ids", token, least=0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,10 +88,10 @@ class Scheduler:
         return pages_for(request.max_tokens - 1, self._config.page_tokens)
 
     def pages_wanted(self) -> int:
-        """Pages with which no row would wait for memory, the trash page included."""
-        free_lanes = len(self._free_lanes)
-        waiting = sorted((self.row_pages(request) for _, request in self._waiting), reverse=True)
-        return 1 + int(self._num_reserved.sum()) + sum(waiting[:free_lanes])
+        """Pages with which no row would ever wait for memory, the trash page included."""
+        waiting = [self.row_pages(request) for _, request in self._waiting]
+        rows = sorted([*self._num_reserved.tolist(), *waiting], reverse=True)
+        return 1 + sum(rows[: self._config.max_rows])
 
     def add(self, request: Request) -> int:
         """Queue a request, first come first served. Returns its row id."""

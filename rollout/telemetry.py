@@ -12,6 +12,7 @@ class RolloutStats:
         policy_version: Weights it ran on.
         generated_tokens: Tokens of the rows that finished.
         engine_steps: Steps that launched a batch.
+        decode_steps: Those of them in which a row decoded.
         decoded_rows: Rows summed over those steps.
         peak_pages: Most KV pages held at once.
         duration_s: Seconds since it began.
@@ -20,6 +21,7 @@ class RolloutStats:
     policy_version: int = 0
     generated_tokens: int = 0
     engine_steps: int = 0
+    decode_steps: int = 0
     decoded_rows: int = 0
     peak_pages: int = 0
     duration_s: float = 0.0
@@ -28,6 +30,7 @@ class RolloutStats:
     def launched(self, num_rows: int, num_pages: int) -> None:
         """Record a batch of `num_rows` decoding rows while rows hold `num_pages` pages."""
         self.engine_steps += 1
+        self.decode_steps += num_rows > 0
         self.decoded_rows += num_rows
         self.peak_pages = max(self.peak_pages, num_pages)
 
@@ -49,4 +52,4 @@ class RolloutStats:
     @property
     def rows_live(self) -> float:
         """Rows in a decode step, on average."""
-        return self.decoded_rows / self.engine_steps if self.engine_steps else 0.0
+        return self.decoded_rows / self.decode_steps if self.decode_steps else 0.0

@@ -42,9 +42,17 @@ def test_only_limits_may_be_none(name):
         RolloutConfig(**{name: None})
 
 
+@pytest.mark.parametrize("value", [0, -0.1, 1.01, NAN, float("inf")])
+def test_a_share_is_above_0_and_at_most_1(value):
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(kv_fraction=value)
+    assert str(caught.value) == f"kv_fraction={value!r}: it must be above 0 and at most 1"
+    assert [RolloutConfig(kv_fraction=share).kv_fraction for share in (0.01, 1)] == [0.01, 1]
+
+
 @pytest.mark.parametrize("value", [0, 3, -1, NAN, "2", None])
 def test_slots_are_one_or_two(value):
-    with pytest.raises(ConfigError, match=f"^num_slots={value!r}: 2 overlaps"):
+    with pytest.raises(ConfigError, match=f"^num_slots={value!r}"):
         RolloutConfig(num_slots=value)
     assert [RolloutConfig(num_slots=n).num_slots for n in (1, 2)] == [1, 2]
 
@@ -57,7 +65,7 @@ def test_slots_are_one_or_two(value):
         ("page_size", r"did you mean 'page_tokens'\?"),
         ("prefil_tokens", r"did you mean 'prefill_tokens'\?"),
         ("KV_bytes", r"did you mean 'kv_bytes'\?"),
-        ("qqq", "it has kv_bytes, max_row_tokens, max_rows, .*progress_bar"),
+        ("qqq", "it has kv_bytes, .*max_row_tokens, max_rows, .*progress_bar"),
     ],
 )
 def test_an_unknown_name_gets_the_right_one(name, hint):
@@ -106,6 +114,7 @@ def test_the_tree_in_the_docstring_is_the_tree():
     [
         (errors.ConfigError, ValueError),
         (errors.RequestError, ValueError),
+        (errors.OutOfMemory, MemoryError),
         (errors.UnsupportedModel, NotImplementedError),
         (errors.UnsupportedTrainer, NotImplementedError),
     ],

@@ -129,6 +129,18 @@ def test_submit_and_step_serve_rows_that_arrive_while_others_run():
     assert [done[i] for i in range(len(prompts))] == wanted
 
 
+def test_a_larger_row_that_arrives_while_others_run_finds_pages():
+    with engine_for(tiny.build(), max_rows=1) as engine:
+        engine.submit([9], SamplingParams(max_new_tokens=2))
+        engine.step()
+        engine.submit([9] * 8, SamplingParams(max_new_tokens=8))
+        steps = 0
+        while engine.busy:
+            engine.step()
+            steps += 1
+            assert steps < 30
+
+
 def test_each_rollout_runs_on_the_weights_of_its_moment():
     model = tiny.build()
     sampling = SamplingParams(max_new_tokens=12, temperature=1.0)

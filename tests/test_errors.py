@@ -38,6 +38,9 @@ def engine():
         ([], "empty prompt"),
         ([9, 61], "token id 61 is outside the vocabulary, 0 to 60"),
         ([-1], "token id -1 is outside"),
+        ([1.7, 2], r"prompt \[1.7, 2\]: it must be a flat sequence of token ids"),
+        (["a"], "flat sequence"),
+        ([[9, 9]], "flat sequence"),
         ([9] * 252, "a prompt of 252 tokens and max_new_tokens=5 pass the 256 .* max_row_tokens"),
     ],
 )
@@ -50,9 +53,9 @@ def test_a_bad_prompt_is_named_and_nothing_runs(engine, prompt, message):
     assert engine.policy_version == 0
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63])
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None, "a"])
 def test_a_seed_out_of_range_is_named(engine, seed):
-    with pytest.raises(RequestError, match=f"seed={seed}"):
+    with pytest.raises(RequestError, match=f"seed={seed!r}"):
         engine.generate([[9]], FIVE, seeds=[seed])
 
 
@@ -71,6 +74,13 @@ def test_counts_that_do_not_match_are_named(engine):
         ({"max_new_tokens": 5, "temperature": math.nan}, "temperature=nan"),
         ({"max_new_tokens": 5, "temperature": math.inf}, "temperature=inf"),
         ({"max_new_tokens": math.nan}, "max_new_tokens=nan"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({"max_new_tokens": 5, "temperature": "hot"}, "temperature='hot'"),
+        ({"max_new_tokens": 5, "temperature": 10**400}, "temperature=1000"),
+        ({"max_new_tokens": 5, "eos_token_ids": None}, "eos_token_ids=None"),
+        ({"max_new_tokens": 5, "eos_token_ids": 2}, "eos_token_ids=2"),
+        ({"max_new_tokens": 5, "eos_token_ids": (1.5,)}, "eos_token_ids=1.5"),
+        ({"max_new_tokens": 5, "eos_token_ids": (-1,)}, "eos_token_ids=-1"),
         ({"max_new_tokens": 5, "top_p": 0.9}, "SamplingParams has no 'top_p'"),
     ],
 )
@@ -88,6 +98,9 @@ def test_bad_sampling_is_named(knobs, message):
         ({"page_tokens": 2.5}, "page_tokens=2.5"),
         ({"kv_bytes": -1}, "kv_bytes=-1"),
         ({"num_slots": 3}, "num_slots=3"),
+        ({"num_slots": 2.0}, "num_slots=2.0"),
+        ({"kv_fraction": "x"}, "kv_fraction='x'"),
+        ({"progress_bar": math.nan}, "progress_bar=nan"),
     ],
 )
 def test_bad_config_is_named(knobs, message):
@@ -104,6 +117,19 @@ def test_one_row_larger_than_all_pages_says_what_to_raise():
         with pytest.raises(OutOfPages, match=wanted):
             engine.generate([[9], [9] * 5], FIVE)
         assert len(engine.generate([[9], [9] * 4], FIVE)) == 2
+
+
+def test_a_prompt_is_copied(engine):
+    import numpy as np
+
+    prompt = np.array([9, 10])
+    row = engine.submit(prompt, SamplingParams(max_new_tokens=5, temperature=0.0))
+    prompt[:] = 60
+    done = {}
+    while engine.busy:
+        done.update((completion.row, completion.token_ids) for completion in engine.step())
+    (wanted,) = engine.generate([[9, 10]], SamplingParams(max_new_tokens=5, temperature=0.0))
+    assert done[row] == wanted.token_ids
 
 
 def test_generate_waits_for_nobody_elses_rows(engine):

@@ -60,7 +60,7 @@ def gaps(model, prompts, completions, temperature, autocast=None):
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters):
+def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters, record_property):
     model = on_gpu(family, dtype)
     if adapters:
         targets = ["q_proj", "v_proj"]
@@ -69,11 +69,11 @@ def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters):
     sampling = SamplingParams(max_new_tokens=40, temperature=1.3, eos_token_ids=(tiny.EOS,))
     with RolloutEngine(model, CONFIG) as engine:
         completions = engine.generate(prompts, sampling, seeds)
-        assert engine.graphs.num_captured > 0
-        eager_allowed = family == "qwen3_moe" and dtype == torch.float32
-        assert engine.graphs.num_eager == 0 or eager_allowed
+        # Experts in float32 wait for the host inside transformers, so they run eagerly.
+        if family != "qwen3_moe" or dtype != torch.float32:
+            assert engine.graphs.num_captured > 0
+            assert engine.graphs.num_eager == 0
     gap = gaps(model, prompts, completions, 1.3)
-    print(f"{family} {dtype} mean {gap.mean():.2e} max {gap.max():.2e}")
     if dtype == torch.float32:
         assert gap.max() < 1e-4
     else:
@@ -354,6 +354,6 @@ def test_kv_pages_are_sized_by_need_and_bounded_by_the_fraction():
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         engine.generate([[9, 10]], SamplingParams(max_new_tokens=3))
         assert engine.kv_cache.num_pages == 2
-        assert 0.5 * 2**30 < engine._limit_pages() * engine.kv_cache.layout.page_bytes
+        assert engine._limit_pages() * engine.kv_cache.layout.page_bytes > 0.5 * 2**30
         free, _ = torch.cuda.mem_get_info()
         assert engine._limit_pages() * engine.kv_cache.layout.page_bytes < 0.61 * free

@@ -202,7 +202,6 @@ class Rollout:
         self.device = Device(work.config, work.max_row_pages)
         self.slots: list[Batch | None] = [None] * depth
         self.turn = self.num_steps = 0
-        self.policy_version = 1
         self.stats = RolloutStats()
         self.requests: dict[int, Request] = {}  # by row, as everything below
         self.queue: deque[int] = deque()
@@ -245,7 +244,7 @@ class Rollout:
     def step(self) -> None:
         """Launch a batch, then settle the one before; with one slot that is the same batch."""
         self.turn = (self.turn + 1) % len(self.slots)
-        batch = self.scheduler.schedule(self.policy_version)
+        batch = self.scheduler.schedule(policy_version=self.num_steps)
         if batch is not None:
             self.launch(batch)
             self.slots[self.turn] = batch
@@ -257,6 +256,7 @@ class Rollout:
 
     def launch(self, batch: Batch) -> None:
         self.batches.append(batch)
+        assert batch.policy_version == self.num_steps
         self.book_admission(batch)
         self.book_pages(batch)
         for segment in batch.segments:
@@ -299,7 +299,7 @@ class Rollout:
         tokens[:], logprobs[:] = -7, np.nan  # they are the slot's, which is staged again
         for completion in finished:
             assert completion.row not in self.completions, "a row was returned twice"
-            assert completion.policy_version == self.policy_version
+            assert completion.policy_version == batch.policy_version
             self.completions[completion.row] = completion
             lane = next(lane for lane, row in self.row_in.items() if row == completion.row)
             del self.row_in[lane], self.pages[completion.row]
@@ -334,7 +334,6 @@ class Rollout:
         self.row_in, self.pages, self.queue = {}, {}, deque()
         assert not self.busy
         self.check()
-        self.policy_version += 1
         for row in unfinished:
             self.add(self.requests[row])
 

@@ -275,6 +275,8 @@ def store_kv(
         lanes_T: Lane of each token, int64.
         positions_T: Position of each token in its row, int64.
     """
+    assert lanes_T.is_contiguous()
+    assert positions_T.is_contiguous()
     num_tokens, num_heads, dim = keys_TKD.shape
     width = num_heads * dim
     _store_kernel[(num_tokens,)](
@@ -313,6 +315,8 @@ def decode(
     Returns:
         `(R, H, D)` in the query's dtype.
     """
+    assert lanes_R.is_contiguous()
+    assert positions_R.is_contiguous()
     query = query_RHD.contiguous()
     num_rows, num_heads, dim = query.shape
     num_splits = triton.cdiv(max_context, SPLIT_TOKENS)
@@ -365,6 +369,7 @@ def prefill(
     Returns:
         `(T, H, D)` in the query's dtype.
     """
+    assert runs_N4.is_contiguous()
     query = query_THD.contiguous()
     output = torch.empty_like(query)
     sizes, strides, launch = _launch(query, cache, window, softcap)

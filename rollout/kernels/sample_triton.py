@@ -78,16 +78,17 @@ def _chunk_kernel(
         logits = tl.load(LOGITS + row * stride + tokens, mask=there, other=-float("inf"))
         scaled = tl.div_rn(logits.to(tl.float32), tl.zeros_like(tokens).to(tl.float32) + divisor)
         noise = tl.where(temperature == 0.0, 0.0, _gumbel(seed, position, quads))
-        scores = tl.reshape(tl.where(there, scaled + noise, -float("inf")), (BLOCK,))
-        flat = tl.reshape(scaled, (BLOCK,))
-        block_best, index = tl.max(scores, 0, return_indices=True)
-        block_chosen = tl.sum(tl.where(tl.arange(0, BLOCK) == index, flat, 0.0), 0)
+        scores = tl.where(there, scaled + noise, -float("inf"))
+        block_best = tl.max(tl.max(scores, 1), 0)
+        index = tl.min(tl.min(tl.where(scores == block_best, tokens, vocab), 1), 0)
+        block_chosen = tl.sum(tl.sum(tl.where(tokens == index, scaled, 0.0), 1), 0)
         better = block_best > best
-        choice = tl.where(better, start + index, choice)
+        choice = tl.where(better, index, choice)
         chosen = tl.where(better, block_chosen, chosen)
         best = tl.where(better, block_best, best)
-        new_peak = tl.maximum(peak, tl.max(flat, 0))
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(flat - new_peak), 0)
+        new_peak = tl.maximum(peak, tl.max(tl.max(scaled, 1), 0))
+        weights = tl.sum(tl.sum(tl.exp(scaled - new_peak), 1), 0)
+        total = total * tl.exp(peak - new_peak) + weights
         peak = new_peak
     at = row * num_chunks + chunk
     tl.store(SCORES + at, best)
