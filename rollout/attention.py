@@ -19,7 +19,7 @@ from rollout.kv_cache import KVCache
 PAGED_ATTENTION = "twinslot_paged"
 
 # What models hand to an attention function and what does not change its result here.
-_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache"})
+_HARMLESS = frozenset({"dropout", "position_ids", "use_cache"})
 
 
 @dataclass(frozen=True)

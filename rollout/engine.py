@@ -25,18 +25,23 @@ from rollout.errors import (
     OutOfMemory,
     OutOfPages,
     RequestError,
+    UnsupportedModel,
     check_count,
 )
 from rollout.forward import Forward, Lanes
 from rollout.graphs import GraphCache
 from rollout.kv_cache import KVCache
 from rollout.memory import max_kv_bytes
-from rollout.pages import pages_for
+from rollout.pages import TRASH_PAGE, pages_for
 from rollout.request import Completion, Request, SamplingParams
 from rollout.scheduler import Scheduler
 from rollout.slots import SlotPair, Streams
 from rollout.telemetry import RolloutStats
 from rollout.twin import Twin
+
+# What is made in inference mode cannot be written outside of it, and the engine's buffers outlive
+# whatever mode its caller is in.
+_no_inference_mode = torch.inference_mode(mode=False)
 
 
 class RolloutEngine:
@@ -60,6 +65,7 @@ class RolloutEngine:
         ```
     """
 
+    @_no_inference_mode
     def __init__(
         self,
         model: nn.Module,
@@ -73,7 +79,8 @@ class RolloutEngine:
         self.twin = Twin(model, autocast_dtype)
         self.max_row_tokens = self.config.max_row_tokens or self.twin.max_positions
         max_row_pages = pages_for(self.max_row_tokens, self.config.page_tokens)
-        device, max_rows = self.twin.device, self.config.max_rows
+        self._device = device = self.twin.device
+        max_rows = self.config.max_rows
         self.scheduler = Scheduler(self.config, max_row_pages)
         self.kv_cache = KVCache(self.twin.kv_layout(self.config.page_tokens), device)
         self.streams = Streams(device)
@@ -130,11 +137,15 @@ class RolloutEngine:
             raise EngineBusy("rows given to submit() are unfinished; call step() until they are")
         rows = self._enqueue(requests, same_weights, num_rows=len(requests))
         done: dict[int, Completion] = {}
-        with tqdm(total=len(rows), unit="row", disable=not self.config.progress_bar) as bar:
-            while self.busy:
-                finished = self.step()
-                done.update((completion.row, completion) for completion in finished)
-                bar.update(len(finished))
+        try:
+            with tqdm(total=len(rows), unit="row", disable=not self.config.progress_bar) as bar:
+                while self.busy:
+                    finished = self.step()
+                    done.update((completion.row, completion) for completion in finished)
+                    bar.update(len(finished))
+        except BaseException:
+            self._abort()  # an interrupt can come between two steps
+            raise
         return [done[row] for row in rows]
 
     def submit(
@@ -161,6 +172,7 @@ class RolloutEngine:
         requests = self._requests([prompt], sampling, [seed])
         return self._enqueue(requests, same_weights, num_rows=self.config.max_rows)[0]
 
+    @_no_inference_mode
     def step(self) -> list[Completion]:
         """Launch the next batch on the device, then settle the one before it on the host.
 
@@ -231,15 +243,18 @@ class RolloutEngine:
             ```
         """
         self.streams.hand_back()
-        yield
-        self._open_version(same_weights)
+        try:
+            yield
+        finally:
+            self._open_version(same_weights)
 
     def _abort(self) -> None:
         """Forget every row, live or waiting, and wait until the device has, too."""
         self.slots.drain()
-        self.scheduler.reset()
+        self.scheduler.reset(num_pages=self.kv_cache.num_pages)
         self.streams.hand_back()
 
+    @_no_inference_mode
     def _enqueue(self, requests: Sequence[Request], same_weights: bool, num_rows: int) -> list[int]:
         """Queue checked requests; on an idle engine this begins a rollout of `num_rows` rows."""
         begins = not self.busy
@@ -259,12 +274,14 @@ class RolloutEngine:
             raise
         return rows
 
+    @_no_inference_mode
     def _open_version(self, same_weights: bool) -> None:
         """Run behind whatever the trainer has queued, on a new policy version if it may be one."""
         self.streams.take_over()
         if not same_weights:
             with self.streams.module.stream(self.streams.compute):
                 self.twin.refresh()
+            self._check_unmoved()
             self.policy_version += 1
 
     def _grow(self, *, keep: bool) -> bool:
@@ -274,11 +291,14 @@ class RolloutEngine:
             Whether the pages have moved.
         """
         num_pages = min(self.scheduler.pages_wanted(), self._max_pages)
-        before = self.kv_cache.num_pages
+        moved = num_pages > self.kv_cache.num_pages
         with self.streams.module.stream(self.streams.compute):
+            if moved and not keep:
+                # No entry may go on pointing at a page that is given up.
+                self.graphs.forward.lanes.block_table_LP.fill_(TRASH_PAGE)
             self.kv_cache.grow(num_pages, keep=keep)
         self.scheduler.pages.grow(num_pages)
-        return self.kv_cache.num_pages != before
+        return moved
 
     def _limit_pages(self) -> int:
         """Pages that there is memory for, the trash page included."""
@@ -338,6 +358,16 @@ class RolloutEngine:
                 f"bytes, and there is memory for {most} and the trash page (kv_bytes="
                 f"{self.config.kv_bytes}, kv_fraction={self.config.kv_fraction}); raise one of "
                 "them or lower max_new_tokens"
+            )
+
+    def _check_unmoved(self) -> None:
+        """The engine's buffers were made for the device and dtype that the model had."""
+        device, layout = self.twin.device, self.twin.kv_layout(self.config.page_tokens)
+        if (device, layout) != (self._device, self.kv_cache.layout):
+            raise UnsupportedModel(
+                f"the model was moved or cast after the engine was made: {layout.dtype} on "
+                f"{device} now, {self.kv_cache.layout.dtype} on {self._device} before; make a new "
+                "engine"
             )
 
     def _check_open(self) -> None:

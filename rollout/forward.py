@@ -53,7 +53,7 @@ class Lanes:
         """State of `max_rows` lanes and the trash lane."""
         num_lanes = max_rows + 1
         tokens, positions, seeds = torch.zeros((3, num_lanes), dtype=torch.int64, device=device)
-        temperatures = torch.zeros(num_lanes, device=device)
+        temperatures = torch.zeros(num_lanes, dtype=torch.float32, device=device)
         block_table = torch.full((num_lanes, max_row_pages), TRASH_PAGE, device=device)
         return cls(tokens, positions, seeds, temperatures, block_table)
 

@@ -49,7 +49,7 @@ class GraphCache:
         # ALIAS: what the graphs read and write; fixed for their lifetime
         self._lanes = torch.full((max_rows,), trash_lane, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(max_rows, device=device)
+        self._logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
 
     @property
     def num_captured(self) -> int:

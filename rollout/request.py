@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from rollout.errors import RequestError, check_count, is_real, reject_unknown
 
+# Logits divided by less could overflow.
+_COLDEST = 1e-6
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
@@ -47,8 +50,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_count(RequestError, "max_new_tokens", self.max_new_tokens)
-        if not is_real(self.temperature) or self.temperature < 0:
-            raise RequestError(f"temperature={self.temperature!r}: it must be finite, at least 0")
+        if not is_real(self.temperature) or 0 != self.temperature < _COLDEST:
+            raise RequestError(
+                f"temperature={self.temperature!r}: it must be 0, or finite and at least {_COLDEST}"
+            )
         if not isinstance(self.eos_token_ids, tuple):
             raise RequestError(f"eos_token_ids={self.eos_token_ids!r}: it must be a tuple of ids")
         for token in self.eos_token_ids:

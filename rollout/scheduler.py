@@ -46,16 +46,15 @@ class Scheduler:
     """
 
     def __init__(self, config: RolloutConfig, max_row_pages: int) -> None:
-        self.pages = PageAllocator()
         self._config = config
         self._max_row_pages = max_row_pages
         self._next_row = 0
-        self.reset()
+        self.reset(num_pages=1)
 
-    def reset(self) -> None:
-        """Drop every row and take back every page. Row ids go on counting."""
+    def reset(self, num_pages: int) -> None:
+        """Drop every row and begin anew with `num_pages` free pages. Row ids go on counting."""
         num_lanes = self._config.max_rows
-        num_pages, self.pages = self.pages.num_pages, PageAllocator()
+        self.pages = PageAllocator()
         self.pages.grow(num_pages)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._prefilling: deque[_Prefill] = deque()
@@ -110,6 +109,7 @@ class Scheduler:
         # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS overruns
         lanes = np.flatnonzero(self._ready & (self._num_launched < self._max_new))
         if not segments and len(lanes) == 0:
+            assert self.num_live or not self._waiting, "rows wait for pages that nobody gives back"
             return None
         new_pages.append(self._extend_tables(lanes))
         max_context = int(self._position[lanes].max(initial=0)) + 1

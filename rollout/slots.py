@@ -31,11 +31,14 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.module: Any = torch.get_device_module(device)
-        self.h2d, self.compute, self.d2h = (self.module.Stream() for _ in range(3))
+        # The model's device need not be the current one.
+        where = [device] if device.type == "cuda" else []
+        self.h2d, self.compute, self.d2h = (self.module.Stream(*where) for _ in range(3))
+        self._device = device
 
     def take_over(self) -> None:
         """Let the engine's work follow whatever the trainer has queued so far."""
-        event = self.module.current_stream().record_event()
+        event = self.module.current_stream(self._device).record_event()
         for stream in (self.h2d, self.compute, self.d2h):
             # ORDER: batch 0 reads weights that an optimizer step may still be writing, and
             # buffers that were filled with zeros on the trainer's stream
@@ -44,7 +47,7 @@ class Streams:
     def hand_back(self) -> None:
         """Let whatever the trainer queues from now on follow the engine's last batch."""
         # ORDER: an optimizer step must not write weights that the last batch still reads
-        self.module.current_stream().wait_event(self.compute.record_event())
+        self.module.current_stream(self._device).wait_event(self.compute.record_event())
 
     def wait(self) -> None:
         """Wait until all three streams are empty."""

@@ -55,13 +55,16 @@ def check_placed(model: nn.Module) -> None:
         if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
             raise UnsupportedModel(
                 f"parameter {parameter_name!r} is sharded (FSDP, ZeRO-3 or tensor parallelism); "
-                "attach before the trainer wraps the model, and train with DDP or ZeRO-1/2"
+                "attach before the trainer wraps the model, and train with DDP"
             )
 
 
 def _reasons(model: nn.Module) -> Iterator[str]:
     """Why the engine cannot run this model, most telling first."""
     base = base_of(model)
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):
+        yield "torch.compile(module) has wrapped it or a part of it; use module.compile() instead"
+        return
     config: Any = getattr(base, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         yield "it is not a transformers model with a config"
@@ -72,6 +75,8 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "it takes images or audio; load its text model alone (AutoModelForCausalLM)"
     yield from _attention_reasons(config)
     yield from _rope_reasons(config)
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in base.named_parameters()):
+        yield "its attention has sinks, which paged attention does not know yet"
     if any(peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()):
         yield "prompt-learning PEFT puts virtual tokens into the KV cache; use LoRA"
     if not getattr(base, "_supports_attention_backend", False):

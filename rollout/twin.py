@@ -53,8 +53,8 @@ class Twin:
     @property
     def vocab_size(self) -> int:
         """Token ids that the model can take."""
-        embeddings: Any = self._base.get_input_embeddings()  # type: ignore[operator]
-        return int(embeddings.num_embeddings)
+        config: Any = self._base.config
+        return int(config.vocab_size)
 
     @property
     def max_positions(self) -> int:
@@ -140,6 +140,11 @@ class Twin:
             _forget_trainer(module)
         config: Any = self._base.config
         config._attn_implementation = PAGED_ATTENTION
+        # A step wants logits in a named output, and nothing recorded on the way.
+        config.return_dict = True
+        config.output_hidden_states = config.output_attentions = False
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False
         if self.device.type == "cuda" and config.dtype == torch.bfloat16:
             # The one way through a Mixture of Experts that waits for nothing on the host.
             config._experts_implementation = "grouped_mm"
@@ -176,8 +181,14 @@ class Twin:
         self._announce()
 
     def _to_shadow(self) -> Iterator[tuple[str, nn.Linear]]:
+        if self._autocast_dtype is None:
+            return
+        # DoRA reads the weights themselves, before autocast could cast them.
+        dora = tuple(
+            f"{name}." for name, module in self._base.named_modules() if _uses_dora(module)
+        )
         for name, module in self._base.named_modules():
-            if self._autocast_dtype is not None and isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and not name.startswith(dora):
                 dtype = module.weight.dtype
                 if dtype.is_floating_point and dtype != self._autocast_dtype:
                     yield name, module
@@ -185,13 +196,21 @@ class Twin:
     def _announce(self) -> None:
         if self._shadow and not self._announced:
             self._announced = True
+            dtype = str(self._autocast_dtype).removeprefix("torch.")
             logger.warning(
-                "The trainer keeps float32 weights and computes in %s: rollouts use a second, cast "
-                "copy of the linear layers' weights (%.3f GiB). To avoid it, load the model in "
-                'that dtype: GRPOConfig(model_init_kwargs={"dtype": "bfloat16"})',
-                str(self._autocast_dtype).removeprefix("torch."),
+                "The trainer computes in %s from weights of another dtype: rollouts use a second, "
+                "cast copy of %d linear layers' weights (%.3f GiB). To avoid it, load the model "
+                'in that dtype: GRPOConfig(model_init_kwargs={"dtype": "%s"})',
+                dtype,
+                len(self._shadow),
                 self.shadow_bytes / 2**30,
+                dtype,
             )
+
+
+def _uses_dora(module: nn.Module) -> bool:
+    uses = getattr(module, "use_dora", None)
+    return isinstance(uses, dict) and any(uses.values())
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:

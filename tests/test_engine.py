@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 
+import rollout.engine
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 
 SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 11}
@@ -217,6 +218,76 @@ def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(num
         engine.scheduler.check()
         completions = engine.generate(*work)
     assert [(c.token_ids, c.logprobs) for c in completions] == wanted
+
+
+def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch):
+    work = workload()
+    wanted = rows_of(*work, range(len(work[0])), wrap=fakes.with_history_model)
+
+    class Interrupted(rollout.engine.tqdm):
+        def update(self, n=1):
+            raise KeyboardInterrupt
+
+    with fakes.with_history_model(engine_for(tiny.build())) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(rollout.engine, "tqdm", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(*work)
+        assert not engine.busy
+        assert [(c.token_ids, c.logprobs) for c in engine.generate(*work)] == wanted
+
+
+def test_a_failed_growth_leaves_no_pages_that_are_not_there(monkeypatch):
+    prompts, sampling, seeds = workload()
+    with engine_for(tiny.build()) as engine:
+        wanted = [c.token_ids for c in engine.generate(prompts, sampling, seeds)]
+        grow = engine.kv_cache.grow
+
+        def failing(num_pages, *, keep):
+            grow(num_pages, keep=keep)
+            engine.kv_cache._data = engine.kv_cache._data[:0]
+            raise MemoryError("injected")
+
+        long = SamplingParams(max_new_tokens=100)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.kv_cache, "grow", failing)
+            with pytest.raises(MemoryError):
+                engine.generate([[9]] * 4, long)
+        monkeypatch.setattr(engine, "_limit_pages", lambda: 12)
+        assert [c.token_ids for c in engine.generate(prompts, sampling, seeds)] == wanted
+
+
+def test_a_failure_in_a_pause_still_opens_a_version():
+    model = tiny.build()
+    with engine_for(model) as engine:
+        engine.submit([9, 10], SamplingParams(max_new_tokens=6))
+        engine.step()
+        with pytest.raises(MemoryError), engine.paused():
+            raise MemoryError("injected")
+        assert engine.policy_version == 2
+        while engine.busy:
+            engine.step()
+
+
+@pytest.mark.parametrize("built_inside", [False, True])
+def test_the_mode_of_the_caller_does_not_stick(built_inside):
+    model, sampling = tiny.build(), SamplingParams(max_new_tokens=5)
+    with torch.inference_mode(built_inside):
+        engine = engine_for(model)
+    with torch.inference_mode():
+        first = engine.generate([[9, 10]], sampling)
+    second = engine.generate([[9, 10]] * 3, sampling, seeds=[0, 1, 2])
+    assert second[0].token_ids == first[0].token_ids
+
+
+def test_the_global_default_dtype_has_no_say():
+    model = tiny.build()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with engine_for(model) as engine:
+            assert len(engine.generate([[9, 10]], SamplingParams(max_new_tokens=5))) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_logits_that_are_not_numbers_are_an_error_not_a_completion():

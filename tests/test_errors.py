@@ -73,6 +73,7 @@ def test_counts_that_do_not_match_are_named(engine):
         ({"max_new_tokens": 5, "temperature": -0.1}, "temperature=-0.1"),
         ({"max_new_tokens": 5, "temperature": math.nan}, "temperature=nan"),
         ({"max_new_tokens": 5, "temperature": math.inf}, "temperature=inf"),
+        ({"max_new_tokens": 5, "temperature": 1e-42}, "temperature=1e-42"),
         ({"max_new_tokens": math.nan}, "max_new_tokens=nan"),
         ({"max_new_tokens": True}, "max_new_tokens=True"),
         ({"max_new_tokens": 5, "temperature": "hot"}, "temperature='hot'"),
@@ -130,6 +131,16 @@ def test_a_prompt_is_copied(engine):
         done.update((completion.row, completion.token_ids) for completion in engine.step())
     (wanted,) = engine.generate([[9, 10]], SamplingParams(max_new_tokens=5, temperature=0.0))
     assert done[row] == wanted.token_ids
+
+
+def test_a_model_that_was_cast_after_the_engine_was_made_is_refused():
+    model = tiny.build()
+    with RolloutEngine(model) as engine:
+        model.to(torch.bfloat16)
+        with pytest.raises(UnsupportedModel, match=r"bfloat16 on cpu now, torch.float32 on cpu"):
+            engine.generate([[9]], FIVE)
+        model.to(torch.float32)
+        assert len(engine.generate([[9]], FIVE)) == 1
 
 
 def test_generate_waits_for_nobody_elses_rows(engine):

@@ -7,7 +7,10 @@ import pytest
 import tiny
 import torch
 import trl_trainer
+import wandb
+from accelerate import Accelerator
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from rollout import RequestError, RolloutConfig, RolloutError
 from trainers import RolloutGenerator
@@ -110,6 +113,69 @@ def test_every_rollout_runs_on_the_weights_that_the_trainer_then_has(tmp_path, d
     assert len(steps) > 8
 
 
+def test_other_weights_for_an_evaluation_are_not_taken_into_the_next_rollout(tmp_path):
+    """Averaged weights are swapped in for each evaluation, as no callback of ours could see.
+
+    In bf16 autocast the engine holds cast weights, so stale ones would show in the numbers.
+    """
+
+    class Average(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **rest):
+            self.kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+
+        def on_evaluate(self, args, state, control, model, **rest):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(self.kept[name])
+
+    arguments = {"bf16": True, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trl_trainer.build(tmp_path, callbacks=[Average()], **arguments)
+    trl_trainer.attach(trainer)
+    trainer.train()
+    for name in ("rollout/logp_gap", "eval_rollout/logp_gap"):
+        assert max(trl_trainer.logged(trainer, name)) < 0.05
+
+
+def test_turns_of_one_generation_share_a_version(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+    single_turn = trainer._generate_single_turn
+
+    def two_turns(prompt_ids, *rest):
+        single_turn(prompt_ids, *rest)
+        return single_turn(prompt_ids, *rest)
+
+    trainer._generate_single_turn = two_turns
+    trainer._generate(["xyz"] * 4)
+    assert generator.engine.policy_version == 1
+    trainer._generate(["xyz"] * 4)
+    assert generator.engine.policy_version == 2
+
+
+def test_metrics_reach_the_trainers_own_wandb_run_on_its_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = trl_trainer.build(tmp_path, report_to="wandb", max_steps=3)
+    trl_trainer.attach(trainer)
+    sent, log = [], wandb.sdk.wandb_run.Run.log
+
+    def recording(run, data, *args, **kwargs):
+        sent.append(dict(data))
+        return log(run, data, *args, **kwargs)
+
+    monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", recording)
+    trainer.train()
+    wandb.finish()
+    steps = [entry for entry in sent if "train/rollout/generated_tok_s" in entry]
+    assert [entry["train/global_step"] for entry in steps] == [1, 2, 3]
+    names = ("duration_s", "kv_pages_used", "rows_live", "policy_version", "logp_gap")
+    for entry in steps:
+        assert all(f"train/rollout/{name}" in entry for name in names)
+        assert "train/reward" in entry
+
+
 def test_completions_keep_their_eos_and_order_and_are_never_empty(tmp_path):
     trainer = trl_trainer.build(tmp_path, max_steps=3, max_completion_length=30)
     calls = spy(trl_trainer.attach(trainer))
@@ -178,7 +244,7 @@ def test_the_trainer_and_the_random_states_are_left_as_found(tmp_path, fail):
         assert found() == before
 
 
-def test_seeds_differ_by_call_mode_and_row_and_come_again_on_resume(tmp_path):
+def test_seeds_differ_by_call_mode_rank_and_row_and_come_again_on_resume(tmp_path, monkeypatch):
     def completions(seed=42, step=0, calls=2, training=True):
         trainer = trl_trainer.build(tmp_path, seed=seed)
         generator = trl_trainer.attach(trainer)
@@ -190,6 +256,8 @@ def test_seeds_differ_by_call_mode_and_row_and_come_again_on_resume(tmp_path):
     assert completions() == [first, second]
     different = [first, second, *completions(step=1), *completions(seed=1)]
     different += completions(training=False)
+    monkeypatch.setattr(Accelerator, "process_index", 1)
+    different += completions()
     rows = [tuple(row) for call in different for row in call]
     assert len(set(rows)) == len(rows)
 

@@ -14,7 +14,9 @@ import torch
 import rollout.slots
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.forward import Forward, Lanes
+from rollout.kv_cache import KVCache
 from rollout.pages import TRASH_PAGE
+from rollout.twin import Twin
 
 SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9}
 
@@ -89,7 +91,7 @@ class Recorder:
 
         return Event()
 
-    def current_stream(self):
+    def current_stream(self, device):
         return self.trainer
 
     @contextlib.contextmanager
@@ -115,6 +117,8 @@ def recorded(monkeypatch):
         monkeypatch.setattr(owner, name, wrapper)
 
     logged(rollout.slots.Staged, "upload", "copy in")
+    logged(KVCache, "grow", "KV")
+    logged(Twin, "refresh", "weights")
     logged(Lanes, "admit", "lane state")
     logged(Forward, "prefill", "KV")
     logged(Forward, "decode", "KV")
@@ -129,7 +133,12 @@ def test_lanes_and_kv_are_touched_on_the_compute_stream_alone(recorded):
     streams = {}
     for what, stream in (entry for entry in recorder.log if len(entry) == 2 and entry[0] != "host"):
         streams.setdefault(what, set()).add(stream)
-    assert streams == {"copy in": {"h2d"}, "lane state": {"compute"}, "KV": {"compute"}}
+    assert streams == {
+        "copy in": {"h2d"},
+        "lane state": {"compute"},
+        "KV": {"compute"},
+        "weights": {"compute"},
+    }
 
 
 def test_every_batch_waits_for_its_upload_and_its_download_for_the_batch(recorded):
@@ -183,6 +192,37 @@ def test_a_rollout_follows_the_trainer_and_the_trainer_follows_it(recorded):
     last_batch = max(i for i, entry in enumerate(log) if entry[0] == "KV")
     assert last_batch < len(log) - 2
     assert not engine.slots.in_flight
+
+
+@pytest.mark.parametrize("failing", ["prefill", "decode"])
+def test_after_a_failure_the_host_waits_for_every_stream_before_the_trainer_goes_on(
+    recorded, failing
+):
+    engine, recorder = recorded
+    setattr(engine.graphs.forward, failing, None)
+    with pytest.raises(TypeError):
+        engine.generate(*work())
+    end = recorder.log[-8:]
+    drained = [(entry[0], entry[-1]) for entry in end[:6] if entry[0] == "record"]
+    assert drained == [("record", "h2d"), ("record", "compute"), ("record", "d2h")]
+    assert [entry[1] for entry in end[:6:2]] == [entry[1] for entry in end[1:6:2]]
+    assert {entry[0] for entry in end[1:6:2]} == {"host"}
+    assert (end[6][0], end[6][2], end[7][0], end[7][2]) == ("record", "compute", "wait", "trainer")
+
+
+def test_in_a_pause_the_streams_change_places_and_back(recorded):
+    engine, recorder = recorded
+    engine.submit([9, 10], SamplingParams(max_new_tokens=6))
+    engine.step()
+    recorder.log.clear()
+    with engine.paused():
+        (record, wait), recorder.log[:] = recorder.log[:], []
+        assert (record[0], record[2]) == ("record", "compute")
+        assert wait == ("wait", record[1], "trainer")
+    log = recorder.log
+    assert (log[0][0], log[0][2]) == ("record", "trainer")
+    assert log[1:4] == [("wait", log[0][1], stream) for stream in ("h2d", "compute", "d2h")]
+    assert log[4] == ("weights", "compute")
 
 
 def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():

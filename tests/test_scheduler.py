@@ -324,7 +324,7 @@ class Rollout:
 
     def reset(self) -> None:
         """Give every row up as `RolloutEngine` does on a failure, and ask for them again."""
-        self.scheduler.reset()
+        self.scheduler.reset(self.scheduler.pages.num_pages)
         self.seen.add("reset")
         for batch in filter(None, self.slots):
             assert self.scheduler.commit(batch, *self.device.run(batch)) == []
@@ -519,7 +519,7 @@ def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
     with pytest.raises(RolloutError, match=f"log-probability {value} .* not finite"):
         scheduler.commit(batch, np.array([1, 2]), np.array([-1.0, value], np.float32))
 
-    scheduler.reset()
+    scheduler.reset(scheduler.pages.num_pages)
     assert scheduler.num_live == scheduler.num_waiting == scheduler.pages.num_used == 0
     assert scheduler.pages.num_unreserved == 8
     assert scheduler.schedule(1) is None

@@ -86,6 +86,24 @@ def test_models_outside_the_attention_interface_are_refused(monkeypatch):
         check_model(model)
 
 
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_modules_wrapped_by_torch_compile_are_refused(part):
+    model = tiny.build()
+    if part == "model":
+        model = torch.compile(model)
+    else:
+        model.model.layers[1] = torch.compile(model.model.layers[1])
+    with pytest.raises(UnsupportedModel, match=r"use module.compile\(\) instead"):
+        check_model(model)
+
+
+def test_attention_sinks_are_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss"))
+    with pytest.raises(UnsupportedModel, match="sinks"):
+        check_model(model)
+
+
 def test_a_model_over_several_devices_is_refused():
     model = tiny.build()
     model.hf_device_map = {"model": 0, "lm_head": 1}

@@ -28,7 +28,7 @@ from trainers.support import check_trainer, check_trl
         ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
         ({"loss_type": "vespo"}, "VESPO"),
-        ({"use_transformers_continuous_batching": True}, "built with another generator"),
+        ({"use_transformers_continuous_batching": True}, "has another generator"),
     ],
     ids=str,
 )
@@ -50,8 +50,10 @@ def test_vespo_with_a_token_level_correction_is_fine(tmp_path):
     [
         ("_is_vlm", True, "takes images"),
         ("args.use_vllm", True, "another generator"),
+        ("use_vllm", True, "another generator"),
+        ("accelerator.state.distributed_type", DistributedType.DEEPSPEED, "DEEPSPEED moves"),
         ("accelerator.state._mixed_precision", "fp8", "fp8"),
-        ("accelerator.state.distributed_type", DistributedType.MEGATRON_LM, "Megatron"),
+        ("accelerator.state.distributed_type", DistributedType.MEGATRON_LM, "MEGATRON_LM"),
     ],
 )
 def test_set_ups_are_refused_by_name(tmp_path, monkeypatch, path, value, message):
@@ -116,6 +118,26 @@ def test_one_generator_serves_one_trainer(tmp_path):
     generator = trl_trainer.attach(trl_trainer.build(tmp_path))
     with pytest.raises(UnsupportedTrainer, match="already serves a trainer"):
         generator.attach(trl_trainer.build(tmp_path))
+
+
+def test_a_trainer_with_a_rollout_func_cannot_be_attached(tmp_path):
+    trainer = trl_trainer.build(tmp_path, rollout_func=lambda prompts, trainer: {})
+    with pytest.raises(UnsupportedTrainer, match="pass this generator as rollout_func"):
+        trl_trainer.attach(trainer)
+
+
+def test_one_trainer_takes_one_generator(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    trl_trainer.attach(trainer)
+    with pytest.raises(UnsupportedTrainer, match="generators attached before"):
+        trl_trainer.attach(trainer)
+
+
+def test_a_rollout_func_serves_the_trainer_it_has_seen_first(tmp_path):
+    generator = RolloutGenerator(trl_trainer.ENGINE)
+    generator(["xyz"], trl_trainer.build(tmp_path))
+    with pytest.raises(UnsupportedTrainer, match="already serves a trainer"):
+        generator(["xyz"], trl_trainer.build(tmp_path))
 
 
 def test_images_are_refused(tmp_path):

@@ -109,6 +109,23 @@ def test_adapters_are_applied_in_place_and_followed():
         assert_on_policy(engine, model)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"trainable_token_indices": [9, 10]},
+        {"use_dora": True},
+        {"use_rslora": True},
+    ],
+    ids=str,
+)
+def test_other_kinds_of_adapters_are_followed(changes):
+    config = {"target_modules": ["q_proj", "down_proj"], "r": 4, "init_lora_weights": False}
+    model = get_peft_model(tiny.build(), LoraConfig(**{**config, **changes}))
+    with RolloutEngine(model, SMALL) as engine:
+        assert_on_policy(engine, model)
+
+
 def test_modules_to_save_are_followed():
     model = lora(tiny.build(), modules_to_save=["lm_head"])
     with torch.no_grad():
@@ -117,12 +134,12 @@ def test_modules_to_save_are_followed():
         assert_on_policy(engine, model)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [None, {}, {"use_dora": True}], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_under_autocast_the_twin_gives_exactly_the_trainers_numbers(adapters, tied, caplog):
-    """fp32 masters under bf16 autocast: 0 gap on one and the same shapes."""
+    """fp32 masters under bf16 autocast: 0 gap on one and the same shapes and attention."""
     model = tiny.build(attention_bias=True, tie_word_embeddings=tied)
-    model = lora(model) if adapters else model
+    model = lora(model, **adapters) if adapters is not None else model
     model.eval()
     ids = torch.tensor([prompt[:5] for prompt in tiny.prompts(40, seed=2) if len(prompt) >= 5])
     with caplog.at_level(logging.WARNING):
@@ -136,6 +153,8 @@ def test_under_autocast_the_twin_gives_exactly_the_trainers_numbers(adapters, ti
             for parameter in model.parameters():
                 parameter.mul_(1.01)
         twin.refresh()
+    if adapters and adapters["use_dora"]:
+        return  # which reads some weights before autocast could cast them
     linears = [m for m in twin.base.modules() if isinstance(m, nn.Linear)]
     assert {linear.weight.dtype for linear in linears} == {torch.bfloat16}
     assert twin.base.model.embed_tokens.weight.dtype == torch.float32
@@ -143,6 +162,14 @@ def test_under_autocast_the_twin_gives_exactly_the_trainers_numbers(adapters, ti
     announced = [record.message for record in caplog.records if "GiB" in record.message]
     assert len(announced) == 1
     assert 'model_init_kwargs={"dtype": "bfloat16"}' in announced[0]
+
+
+def test_experts_run_when_the_trainer_records_its_router():
+    model = tiny.build("qwen3_moe")
+    model.config.output_router_logits = True
+    model.eval()(torch.tensor([[9, 10]]))  # installs the hooks that record
+    with RolloutEngine(model, SMALL) as engine:
+        assert_on_policy(engine, model)
 
 
 def test_no_shadow_where_the_weights_have_the_autocast_dtype():

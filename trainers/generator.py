@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
 
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
@@ -48,7 +47,7 @@ class RolloutGenerator:
     def __init__(self, config: RolloutConfig | None = None) -> None:
         self.config = config or RolloutConfig()
         self._trainer: Any = None
-        self._stale = True
+        self._num_turns: int | None = None
         self._seen_step = -1
         self._calls = {"train": 0, "eval": 0}
 
@@ -65,6 +64,11 @@ class RolloutGenerator:
             UnsupportedTrainer: The trainer or its settings; the message says what to change.
             UnsupportedModel: The model; likewise.
         """
+        if getattr(trainer, "rollout_func", None) is not None:
+            raise UnsupportedTrainer(
+                "the trainer has a rollout_func, which TRL would go on calling; drop it, or pass "
+                "this generator as rollout_func instead of attaching it"
+            )
         self._open(trainer)
         # What the trainer's own `if self.use_vllm:` constructor block sets.
         trainer.vllm_generation = self
@@ -84,17 +88,18 @@ class RolloutGenerator:
         """
         if self._trainer is None:
             self._open(trainer)
+        if trainer is not self._trainer:
+            raise UnsupportedTrainer("this generator already serves a trainer; make a new one")
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
         prompt_ids, completion_ids, logprobs, _ = self.generate(prompt_ids, images, 1)
         flat = [[token[0] for token in row] for row in logprobs]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": flat}
 
     def sync_weights(self) -> None:
-        """Note that the weights may have changed. The next rollout opens a policy version.
+        """Do nothing: the weights are the trainer's own, and each rollout looks at them anew.
 
-        TRL calls this when its global step has changed, but not after every change.
+        TRL calls this when its global step has changed, which is not every time they change.
         """
-        self._stale = True
 
     def generate(
         self,
@@ -119,10 +124,10 @@ class RolloutGenerator:
         Raises:
             RolloutError: Any rank failed; raised on all of them, and no rank has a result.
         """
-        if images is not None:
-            raise UnsupportedTrainer("prompts with images cannot run on the engine; use text alone")
         completions, failure = [], None
         try:
+            if images is not None:
+                raise UnsupportedTrainer("the engine cannot take images; use text alone")
             with profiler or nullcontext():
                 completions = self._rollout(prompts)
         except Exception as error:
@@ -149,19 +154,28 @@ class RolloutGenerator:
         autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
         self.engine = RolloutEngine(model, self.config, autocast_dtype=autocast_dtype)
         self._trainer = trainer
-        trainer.add_callback(_PolicyVersions(self))
+        trainer._generate = functools.partial(self._share_version, trainer._generate)
         trainer._generate_and_score_completions = functools.partial(
             _score_and_log_gap, trainer, trainer._generate_and_score_completions
         )
 
     def _rollout(self, prompts: list[list[int]]) -> list[Completion]:
-        seeds = self._row_seeds(len(prompts))
-        fresh = not self._stale
-        completions = self.engine.generate(
-            prompts, [self._sampling(prompt) for prompt in prompts], seeds, same_weights=fresh
-        )
-        self._stale = False
+        sampling, seeds = [self._sampling(p) for p in prompts], self._row_seeds(len(prompts))
+        # Weights change in ways that no callback tells of: averaged ones swapped in for an
+        # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
+        later_turn = bool(self._num_turns)
+        completions = self.engine.generate(prompts, sampling, seeds, same_weights=later_turn)
+        if self._num_turns is not None:
+            self._num_turns += 1
         return completions
+
+    def _share_version(self, generate: Any, prompts: list[Any]) -> Any:
+        """Run TRL's `_generate`, a rollout of one or more tool turns on the same weights."""
+        self._num_turns = 0
+        try:
+            return generate(prompts)
+        finally:
+            self._num_turns = None
 
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
         """The trainer's settings, clipped to what the row can hold as vLLM does."""
@@ -178,7 +192,7 @@ class RolloutGenerator:
         trainer = self._trainer
         step, mode = trainer.state.global_step, "train" if trainer.model.training else "eval"
         if step != self._seen_step:
-            self._stale, self._seen_step, self._calls = True, step, {"train": 0, "eval": 0}
+            self._seen_step, self._calls = step, {"train": 0, "eval": 0}
         call = self._calls[mode]
         self._calls[mode] += 1
         rank = trainer.accelerator.process_index
@@ -200,18 +214,6 @@ class RolloutGenerator:
             raise RolloutError(
                 f"the rollout failed on {num_failed} other rank(s); see their errors"
             )
-
-
-class _PolicyVersions(TrainerCallback):
-    """Opens a policy version whenever the trainer may have changed its weights."""
-
-    def __init__(self, generator: RolloutGenerator) -> None:
-        self._generator = generator
-
-    def _changed(self, *args: Any, **kwargs: Any) -> None:
-        self._generator.sync_weights()
-
-    on_optimizer_step = on_train_begin = on_train_end = _changed
 
 
 def _score_and_log_gap(trainer: Any, score: Any, inputs: Any) -> Any:

@@ -17,8 +17,8 @@ _SEAM = ("prompts", "images", "num_generations", "profiler")
 # Sampling parameters of TRL that do nothing at these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
+    "top_k": (None, -1, 0),
+    "min_p": (0.0, None),
     "repetition_penalty": (None, 1.0),
 }
 
@@ -64,10 +64,10 @@ def check_trainer(trainer: Any) -> None:
 
 def _reasons(trainer: Any) -> Iterator[str]:
     args = trainer.args
-    if args.use_vllm or args.use_transformers_continuous_batching:
+    if trainer.use_vllm or args.use_vllm or args.use_transformers_continuous_batching:
         yield (
-            "it was built with another generator; drop `use_vllm` and "
-            "`use_transformers_continuous_batching`"
+            "it has another generator; drop `use_vllm`, `use_transformers_continuous_batching` "
+            "and generators attached before"
         )
     if trainer._is_vlm:
         yield "its model takes images; the engine takes text alone"
@@ -97,8 +97,9 @@ def _parallelism_reasons(accelerator: Any) -> Iterator[str]:
     if accelerator.distributed_type == DistributedType.FSDP:
         version = accelerator.state.fsdp_plugin.fsdp_version
         yield f"FSDP{version} shards the weights, and the engine needs them whole; use DDP"
-    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
-        yield "Megatron-LM splits the model; use DDP"
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        kind = accelerator.distributed_type.value
+        yield f"{kind} moves and casts or splits the weights after construction; use DDP"
     if accelerator.mixed_precision == "fp8":
         yield "mixed_precision='fp8' is not supported; use bf16"
     parallelism = accelerator.parallelism_config

@@ -130,10 +130,12 @@ def sample(
     num_rows, vocab = logits_RV.shape
     num_chunks = triton.cdiv(vocab, _CHUNK)
     device = logits_RV.device
-    scores, chosen, peaks, totals = torch.empty((4, num_rows, num_chunks), device=device).unbind()
+    scores, chosen, peaks, totals = torch.empty(
+        (4, num_rows, num_chunks), dtype=torch.float32, device=device
+    ).unbind()
     choices = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(num_rows, device=device)
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
     # Fused multiply-adds would round unlike the definition.
     _chunk_kernel[(num_rows, num_chunks)](
         logits_RV, temperature_R, seeds_R, positions_R, scores, choices, chosen, peaks, totals,
