@@ -1,4 +1,4 @@
-"""A tiny task for a GRPO demo: `write 5*a=` must be answered with `aaaaa` and a stop.
+"""A tiny task for a GRPO demo: `a*5=` must be answered with `aaaaa` and a stop.
 
 Everything is built in code from a seed; nothing is downloaded.
 """
@@ -11,11 +11,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-PREFIXES = ("", "write ", "now write ")
 LETTERS = "abcd"
 MAX_COUNT = 20
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
-VOCAB = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *"abcdwriteno 0123456789*="))}
+VOCAB = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *"abcd0123456789*="))}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -49,12 +48,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=16,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         initializer_range=0.06,  # with the usual 0.02 so small a model hardly starts to learn
@@ -66,20 +65,20 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 
 def build_dataset(seed: int, size: int = 2048) -> Dataset:
-    """Generate prompts of 4 to 15 characters with their answers of 1 to 20 letters.
+    """Generate prompts with their answers of 1 to 20 letters.
 
     Args:
         seed: Seed of the generator.
         size: Number of rows.
 
     Returns:
-        A dataset with the columns `prompt` (such as `write 12*c=`) and `answer`.
+        A dataset with the columns `prompt` (such as `c*12=`) and `answer`.
     """
     rng = random.Random(seed)
     rows = []
     for _ in range(size):
-        prefix, count, letter = rng.choice(PREFIXES), rng.randint(1, MAX_COUNT), rng.choice(LETTERS)
-        rows.append({"prompt": f"{prefix}{count}*{letter}=", "answer": letter * count})
+        count, letter = rng.randint(1, MAX_COUNT), rng.choice(LETTERS)
+        rows.append({"prompt": f"{letter}*{count}=", "answer": letter * count})
     return Dataset.from_list(rows)
 
 

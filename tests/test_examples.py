@@ -26,6 +26,19 @@ def run(tmp_path, *arguments):
     )
 
 
+def test_the_engine_alone_generates(tmp_path):
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples/generate.py", "--rows", "3", "--max_new_tokens", "5"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"^ +-\d+\.\d+ (?:stop|length) ", result.stdout, re.MULTILINE)) == 3
+    assert "tokens/s" in result.stdout
+
+
 def test_the_demo_prints_its_table_and_leaves_a_wandb_run(tmp_path):
     result = run(tmp_path, "--required_gain", "-1")
     assert result.returncode == 0, result.stderr

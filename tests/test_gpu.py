@@ -4,12 +4,15 @@ import gc
 import logging
 
 import pytest
+import run_length
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from trl import GRPOConfig, GRPOTrainer
 
 from rollout import OutOfMemory, RolloutConfig, RolloutEngine, SamplingParams
 from rollout.slots import IOSlot, Staged
+from trainers import RolloutGenerator
 
 pytestmark = pytest.mark.gpu
 
@@ -307,6 +310,44 @@ def test_rows_are_the_same_with_one_slot_and_other_lanes():
 
 
 # --- memory
+
+
+def test_three_trainings_learn_and_their_peak_memory_is_flat(tmp_path, record_property):
+    tokenizer = run_length.build_tokenizer()
+    arguments = GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=128,
+        num_generations=8,
+        max_completion_length=32,
+        max_steps=60,
+        learning_rate=2e-3,
+        logging_steps=1,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=run_length.build_model(tokenizer, seed=0),
+        reward_funcs=run_length.reward,
+        args=arguments,
+        train_dataset=run_length.build_dataset(seed=0),
+        processing_class=tokenizer,
+    )
+    generator = RolloutGenerator(RolloutConfig(max_rows=128, page_tokens=16)).attach(trainer)
+    peaks, rewards = [], []
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+        peaks.append(torch.cuda.max_memory_allocated())
+        rewards.append([e["reward"] for e in trainer.state.log_history if "reward" in e][-5:])
+        gaps = [e["rollout/logp_gap"] for e in trainer.state.log_history if "reward" in e]
+        assert max(gaps) < 1e-4
+    record_property("peaks", str(peaks))
+    record_property("rewards", str([sum(last) / len(last) for last in rewards]))
+    assert peaks[2] <= 1.01 * peaks[1] <= 1.02 * peaks[0]
+    assert sum(rewards[2]) / 5 > 0.6
+    assert generator.engine.graphs.num_eager == 0
 
 
 def test_out_of_memory_in_prefill_is_named_and_the_engine_goes_on():
