@@ -1,4 +1,6 @@
-"""The door: what we promise to keep, lazy, so that importing the host half imports no torch.
+"""The door: what we promise to keep.
+
+It is lazy, so that importing the host half imports no torch.
 
 Read in this order: request, scheduler, slots, forward, engine.
 """

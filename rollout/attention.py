@@ -1,4 +1,4 @@
-"""Lends paged KV to a transformers model through its attention interface, without editing it.
+"""Lends paged KV to a transformers model through its attention interface.
 
 Shape letters: T packed tokens, H query heads, K key/value heads, D head size, L lanes, P pages of
 a row.
@@ -65,8 +65,10 @@ class PagedAttention:
         """Write the keys and values of the packed tokens."""
         cache = self.kv_cache.layer(layer)
         if keys_TKD.is_cuda:
+            from rollout.kernels import store_kv_triton  # Triton is not there on every CPU
+
             where = (self.block_table_LP, self.lanes_T, self.positions_T)
-            _kernels().store_kv(keys_TKD, values_TKD, cache, *where)
+            store_kv_triton.store_kv(keys_TKD, values_TKD, cache, *where)
             return
         page_tokens = self.kv_cache.layout.page_tokens
         pages_T = self.block_table_LP[self.lanes_T, self.positions_T // page_tokens]
@@ -93,22 +95,16 @@ class PagedAttention:
     def _attend_on_gpu(
         self, cache: tuple[Tensor, Tensor], query_THD: Tensor, options: dict[str, Any]
     ) -> Tensor:
+        from rollout.kernels import paged_attention_triton as kernels  # as above
+
         table = self.block_table_LP
         if self.runs is None:
             options["max_context"] = self.max_context
-            return _kernels().decode(
-                query_THD, cache, table, self.lanes_T, self.positions_T, **options
-            )
+            where = (table, self.lanes_T, self.positions_T)
+            return kernels.decode(query_THD, cache, *where, **options)
         assert self.runs_N4 is not None
         options["max_run_tokens"] = max(run.stop - run.start for run in self.runs)
-        return _kernels().prefill(query_THD, cache, table, self.runs_N4, **options)
-
-
-def _kernels() -> Any:
-    """The Triton kernels; imported on first use, as Triton is not there on every CPU."""
-    from rollout.kernels import paged_attention_triton
-
-    return paged_attention_triton
+        return kernels.prefill(query_THD, cache, table, self.runs_N4, **options)
 
 
 def paged_attention_forward(

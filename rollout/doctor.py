@@ -1,4 +1,4 @@
-"""What the engine finds on this machine: versions, GPU, kernels, bandwidth, what is degraded."""
+"""What the engine finds on this machine: versions, GPU, kernels, what is degraded."""
 
 import platform
 from collections.abc import Iterator

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -23,13 +22,11 @@ from rollout.errors import (
     EngineBusy,
     EngineClosed,
     OutOfMemory,
-    OutOfPages,
-    RequestError,
     UnsupportedModel,
-    check_count,
 )
 from rollout.forward import Forward, Lanes
 from rollout.graphs import GraphCache
+from rollout.intake import Limits, build_requests
 from rollout.kv_cache import KVCache
 from rollout.memory import max_kv_bytes
 from rollout.pages import TRASH_PAGE, pages_for
@@ -132,10 +129,12 @@ class RolloutEngine:
             EngineBusy: Rows given to `submit` are unfinished.
             EngineClosed: The engine was closed.
         """
-        requests = self._requests(prompts, sampling, seeds)
+        self._check_open()
+        limits = self._limits()
+        requests = build_requests(prompts, sampling, seeds, limits)
         if self.busy:
             raise EngineBusy("rows given to submit() are unfinished; call step() until they are")
-        rows = self._enqueue(requests, same_weights, num_rows=len(requests))
+        rows = self._enqueue(requests, limits, same_weights, num_rows=len(requests))
         done: dict[int, Completion] = {}
         try:
             with tqdm(total=len(rows), unit="row", disable=not self.config.progress_bar) as bar:
@@ -169,8 +168,10 @@ class RolloutEngine:
             RequestError: The row cannot be served.
             EngineClosed: The engine was closed.
         """
-        requests = self._requests([prompt], sampling, [seed])
-        return self._enqueue(requests, same_weights, num_rows=self.config.max_rows)[0]
+        self._check_open()
+        limits = self._limits()
+        requests = build_requests([prompt], sampling, [seed], limits)
+        return self._enqueue(requests, limits, same_weights, num_rows=self.config.max_rows)[0]
 
     @_no_inference_mode
     def step(self) -> list[Completion]:
@@ -255,7 +256,9 @@ class RolloutEngine:
         self.streams.hand_back()
 
     @_no_inference_mode
-    def _enqueue(self, requests: Sequence[Request], same_weights: bool, num_rows: int) -> list[int]:
+    def _enqueue(
+        self, requests: Sequence[Request], limits: Limits, same_weights: bool, num_rows: int
+    ) -> list[int]:
         """Queue checked requests; on an idle engine this begins a rollout of `num_rows` rows."""
         begins = not self.busy
         if begins:
@@ -263,7 +266,7 @@ class RolloutEngine:
             self.stats = RolloutStats(policy_version=self.policy_version)
         rows = [self.scheduler.add(request) for request in requests]
         try:
-            moved = self._grow(keep=not begins)
+            moved = self._grow(limits, keep=not begins)
             if begins or moved:
                 longest = max((request.max_tokens for request in requests), default=1)
                 signature = (self.kv_cache.address, self.twin.addresses)
@@ -284,13 +287,13 @@ class RolloutEngine:
             self._check_unmoved()
             self.policy_version += 1
 
-    def _grow(self, *, keep: bool) -> bool:
+    def _grow(self, limits: Limits, *, keep: bool) -> bool:
         """Have as many KV pages as the rows at hand can need, within the limit.
 
         Returns:
             Whether the pages have moved.
         """
-        num_pages = min(self.scheduler.pages_wanted(), self._max_pages)
+        num_pages = min(self.scheduler.pages_wanted(), limits.max_pages)
         moved = num_pages > self.kv_cache.num_pages
         with self.streams.module.stream(self.streams.compute):
             if moved and not keep:
@@ -300,65 +303,17 @@ class RolloutEngine:
         self.scheduler.pages.grow(num_pages)
         return moved
 
-    def _limit_pages(self) -> int:
-        """Pages that there is memory for, the trash page included."""
-        held_bytes = self.kv_cache.num_bytes
-        limit_bytes = max_kv_bytes(self.config, self.twin.device, held_bytes)
-        if limit_bytes is None:
-            return sys.maxsize
-        return limit_bytes // self.kv_cache.layout.page_bytes
-
-    def _requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        seeds: Sequence[int] | None,
-    ) -> list[Request]:
-        """Check everything before anything runs."""
-        self._check_open()
-        self._max_pages = self._limit_pages()
-        if isinstance(sampling, SamplingParams):
-            sampling = [sampling] * len(prompts)
-        seeds = range(len(prompts)) if seeds is None else seeds
-        for name, values in (("sampling", sampling), ("seeds", seeds)):
-            if len(values) != len(prompts):
-                raise RequestError(f"{len(values)} {name} for {len(prompts)} prompts")
-        return [self._request(*row) for row in zip(prompts, sampling, seeds, strict=True)]
-
-    def _request(self, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Request:
-        tokens = np.array(prompt)
-        if tokens.size == 0:
-            raise RequestError("empty prompt: a row needs at least one token to start from")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise RequestError(f"prompt {prompt!r:.80}: it must be a flat sequence of token ids")
-        outside = tokens[(tokens < 0) | (tokens >= self.twin.vocab_size)]
-        if outside.size:
-            raise RequestError(
-                f"token id {outside[0]} is outside the vocabulary, 0 to {self.twin.vocab_size - 1}"
-            )
-        check_count(RequestError, "seed", seed, least=0)
-        if seed >= 2**63:
-            raise RequestError(f"seed={seed}: it must be from 0 to 2**63 - 1")
-        request = Request(tokens.astype(np.int64), sampling, int(seed))
-        if request.max_tokens > self.max_row_tokens:
-            raise RequestError(
-                f"a prompt of {tokens.size} tokens and max_new_tokens={sampling.max_new_tokens} "
-                f"pass the {self.max_row_tokens} tokens that a row can hold; shorten the prompt, "
-                "lower max_new_tokens or raise max_row_tokens"
-            )
-        self._check_fits(request)
-        return request
-
-    def _check_fits(self, request: Request) -> None:
-        wanted, most = self.scheduler.row_pages(request), max(self._max_pages - 1, 0)
-        if wanted > most:
-            page_bytes = self.kv_cache.layout.page_bytes
-            raise OutOfPages(
-                f"one row of {request.max_tokens} tokens needs {wanted} KV pages of {page_bytes} "
-                f"bytes, and there is memory for {most} and the trash page (kv_bytes="
-                f"{self.config.kv_bytes}, kv_fraction={self.config.kv_fraction}); raise one of "
-                "them or lower max_new_tokens"
-            )
+    def _limits(self) -> Limits:
+        """What one row may ask for, now that so much memory is free."""
+        page_bytes = self.kv_cache.layout.page_bytes
+        kv_bytes = max_kv_bytes(self.config, self._device, self.kv_cache.num_bytes)
+        return Limits(
+            vocab_size=self.twin.vocab_size,
+            max_row_tokens=self.max_row_tokens,
+            max_pages=sys.maxsize if kv_bytes is None else kv_bytes // page_bytes,
+            page_bytes=page_bytes,
+            config=self.config,
+        )
 
     def _check_unmoved(self) -> None:
         """The engine's buffers were made for the device and dtype that the model had."""

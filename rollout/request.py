@@ -80,6 +80,11 @@ class Request:
         """Prompt and longest completion, in tokens."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens whose KV is written: that of a row's last token never is."""
+        return self.max_tokens - 1
+
 
 @dataclass(frozen=True, eq=False)
 class Segment:

@@ -1,4 +1,4 @@
-"""Chooses the next batch before the last one's tokens are known, and settles each batch after.
+"""Chooses the next batch before the last one's tokens are known, and settles each after.
 
 State is kept in arrays by lane and updated for all rows at once: 256 rows cost microseconds.
 No tensor is read here, so a plan never waits for the device.
@@ -83,8 +83,8 @@ class Scheduler:
         return len(self._waiting)
 
     def row_pages(self, request: Request) -> int:
-        """Pages that a request can come to hold. The KV of a row's last token is never written."""
-        return pages_for(request.max_tokens - 1, self._config.page_tokens)
+        """Pages that a request can come to hold."""
+        return pages_for(request.max_kv_tokens, self._config.page_tokens)
 
     def pages_wanted(self) -> int:
         """Pages with which no row would ever wait for memory, the trash page included."""

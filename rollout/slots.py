@@ -1,13 +1,7 @@
-"""The only border between host and device: pinned staging, device buffers, streams and events.
+"""The only border between host and device: pinned staging, device buffers, streams, events.
 
-```
-host     plan 0 | plan 1 | settle 0, plan 2 | settle 1, plan 3
-h2d          0>       1>                 2>
-compute        [ batch 0 ][ batch 1 ][ batch 2 ]
-d2h                      <0         <1
-```
-
-On a CPU, torch's streams and events do nothing, and every call below is done when it returns.
+The engine's docstring draws what runs beside what. On a CPU, torch's streams and events do
+nothing, and every call below is done when it returns.
 """
 
 from collections.abc import Iterator

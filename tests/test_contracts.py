@@ -300,3 +300,10 @@ def test_first_sentence_is_found():
         "A file.py that does this."
     )
     assert first_sentence("No full stop") == "No full stop"
+
+
+@each([ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CHANGELOG.md"])
+def test_no_placeholder_is_left(path):
+    """A number still to come is written in capitals, such as SEED2, and must not stay."""
+    text = path.read_text(encoding="utf-8")
+    assert not re.findall(r"\b(?:TABLE|TREE|COMMIT|TBD|XXX|[A-Z]+ROW|SEED\d)\b", text)

@@ -241,7 +241,7 @@ def test_a_failed_growth_leaves_no_pages_that_are_not_there(monkeypatch):
     prompts, sampling, seeds = workload()
     with engine_for(tiny.build()) as engine:
         wanted = [c.token_ids for c in engine.generate(prompts, sampling, seeds)]
-        grow = engine.kv_cache.grow
+        grow, page_bytes = engine.kv_cache.grow, engine.kv_cache.layout.page_bytes
 
         def failing(num_pages, *, keep):
             grow(num_pages, keep=keep)
@@ -253,7 +253,7 @@ def test_a_failed_growth_leaves_no_pages_that_are_not_there(monkeypatch):
             patch.setattr(engine.kv_cache, "grow", failing)
             with pytest.raises(MemoryError):
                 engine.generate([[9]] * 4, long)
-        monkeypatch.setattr(engine, "_limit_pages", lambda: 12)
+        monkeypatch.setattr(rollout.engine, "max_kv_bytes", lambda *_: 12 * page_bytes)
         assert [c.token_ids for c in engine.generate(prompts, sampling, seeds)] == wanted
 
 

@@ -77,6 +77,7 @@ def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters, recor
             assert engine.graphs.num_captured > 0
             assert engine.graphs.num_eager == 0
     gap = gaps(model, prompts, completions, 1.3)
+    record_property("gap", f"mean {gap.mean():.1e}, max {gap.max():.1e}")
     if dtype == torch.float32:
         assert gap.max() < 1e-4
     else:
@@ -397,6 +398,6 @@ def test_kv_pages_are_sized_by_need_and_bounded_by_the_fraction():
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         engine.generate([[9, 10]], SamplingParams(max_new_tokens=3))
         assert engine.kv_cache.num_pages == 2
-        assert engine._limit_pages() * engine.kv_cache.layout.page_bytes > 0.5 * 2**30
+        limits = engine._limits()
         free, _ = torch.cuda.mem_get_info()
-        assert engine._limit_pages() * engine.kv_cache.layout.page_bytes < 0.61 * free
+        assert 2**29 < limits.max_pages * limits.page_bytes < 0.7 * free

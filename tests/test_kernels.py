@@ -12,7 +12,7 @@ from rollout.kv_cache import KVCache, KVLayout
 
 pytest.importorskip("triton")
 from rollout.kernels import paged_attention_triton as triton_attention
-from rollout.kernels import sample_triton
+from rollout.kernels import sample_triton, store_kv_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -92,7 +92,7 @@ class Paged:
         self.generator = generator
 
     def store(self):
-        triton_attention.store_kv(
+        store_kv_triton.store_kv(
             self.keys, self.values, self.cache, self.table, self.row_lanes, self.positions
         )
 

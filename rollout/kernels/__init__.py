@@ -1,4 +1,4 @@
-"""What a step computes besides the model: each kernel beside the plain torch that defines it."""
+"""What a step computes besides the model; each kernel beside plain torch that defines it."""
 
 SPLIT_TOKENS = 1024
 """Tokens of a row's context that one decode program attends over."""

@@ -1,4 +1,4 @@
-"""Philox4x32-10 noise: depends on a key and a counter, and on nothing else.
+"""Philox4x32-10 noise, which depends on a key and a counter alone.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A draw
 keyed by (row seed, position) is the same in any batch, lane or slot, and leaves the global

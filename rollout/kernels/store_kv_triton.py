@@ -1,0 +1,61 @@
+"""Writing keys and values to their pages, in Triton; defined by `paged_attention.store_kv`."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _store_kernel(
+    KEYS,
+    VALUES,
+    K,
+    V,
+    TABLE,
+    LANES,
+    POSITIONS,
+    table_stride,
+    page_stride,
+    token_stride,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(POSITIONS + token)
+    page = tl.load(TABLE + tl.load(LANES + token) * table_stride + position // PAGE).to(tl.int64)
+    place = page * page_stride + (position % PAGE) * token_stride
+    at = tl.arange(0, WIDTH_PAD)
+    tl.store(K + place + at, tl.load(KEYS + token * WIDTH + at, mask=at < WIDTH), mask=at < WIDTH)
+    values = tl.load(VALUES + token * WIDTH + at, mask=at < WIDTH)
+    tl.store(V + place + at, values, mask=at < WIDTH)
+
+
+def store_kv(
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    block_table_LP: Tensor,
+    lanes_T: Tensor,
+    positions_T: Tensor,
+) -> None:
+    """Write packed keys and values to their rows' pages.
+
+    Args:
+        keys_TKD: New keys.
+        values_TKD: New values.
+        cache: A layer's keys and values, each `(pages, page_tokens, K, D)`, any page stride.
+        block_table_LP: Page ids of each lane, int64.
+        lanes_T: Lane of each token, int64.
+        positions_T: Position of each token in its row, int64.
+    """
+    assert lanes_T.is_contiguous()
+    assert positions_T.is_contiguous()
+    num_tokens, num_heads, dim = keys_TKD.shape
+    width = num_heads * dim
+    _store_kernel[(num_tokens,)](
+        keys_TKD.contiguous(), values_TKD.contiguous(), *cache,
+        block_table_LP, lanes_T, positions_T,
+        block_table_LP.stride(0), cache[0].stride(0), cache[0].stride(1),
+        PAGE=cache[0].shape[1], WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width),
+    )  # fmt: skip
