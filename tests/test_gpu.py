@@ -81,8 +81,8 @@ def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters, recor
     if dtype == torch.float32:
         assert gap.max() < 1e-4
     else:
-        # bf16 logits of size 8 to 16 are 1/16 apart, and an expert can be chosen otherwise.
-        assert gap.mean() < (0.2 if family == "qwen3_moe" else 0.06)
+        # Attention rounds otherwise than torch's own; a bf16 logit of size 1 is 1/128 coarse.
+        assert gap.mean() < 0.01
 
 
 def test_under_autocast_rollouts_are_as_close_as_bf16_allows():
