@@ -3,14 +3,13 @@
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 _PACKAGES = ("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy")
-_COPY_BYTES = 2**30
+_COPY_BYTES = 2**28
 
 
 def report(console: Console) -> None:
@@ -44,9 +43,21 @@ def _device() -> Iterator[tuple[str, str]]:
     yield "device", f"{torch.cuda.device_count()} x {properties.name}"
     yield "compute capability", f"{properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
     yield "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    yield "kernels", "Triton: KV store, paged decode, paged prefill, sampling; CUDA graphs"
+    yield "kernels", _try_kernels() or "Triton: KV store, paged attention, sampling"
     yield "copy on the device", f"{_copy_bandwidth('cuda') / 1e12:.2f} TB/s, read and write"
     yield "copy to the device", f"{_copy_bandwidth('cpu') / 1e9:.1f} GB/s, pinned"
+
+
+def _try_kernels() -> str:
+    """Launch one kernel; what went wrong, or nothing."""
+    try:
+        from rollout.kernels.sample_triton import sample  # Triton is not there everywhere
+
+        zeros = torch.zeros(1, dtype=torch.int64, device="cuda")
+        sample(torch.randn(1, 100, device="cuda"), torch.ones(1, device="cuda"), zeros, zeros)
+    except Exception as error:  # a missing compiler, headers, driver or package
+        return f"broken: {type(error).__name__}: {error}"
+    return ""
 
 
 def _copy_bandwidth(source: str) -> float:
@@ -78,8 +89,8 @@ def _shortcomings() -> Iterator[str]:
     if not torch.cuda.is_available():
         yield "no CUDA device: plain torch kernels, no graphs, nothing overlaps"
         return
-    if find_spec("triton") is None:
-        yield "Triton is missing: rollouts on the GPU fail; pip install triton"
+    if broken := _try_kernels():
+        yield f"Triton's kernels do not run, so rollouts on the GPU fail ({broken})"
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         yield f"compute capability {major}.{minor}: no bf16 products; float16 or float32 alone"

@@ -134,7 +134,7 @@ class RolloutEngine:
         requests = build_requests(prompts, sampling, seeds, limits)
         if self.busy:
             raise EngineBusy("rows given to submit() are unfinished; call step() until they are")
-        rows = self._enqueue(requests, limits, same_weights, num_rows=len(requests))
+        rows = self._enqueue(requests, limits, same_weights)
         done: dict[int, Completion] = {}
         try:
             with tqdm(total=len(rows), unit="row", disable=not self.config.progress_bar) as bar:
@@ -171,7 +171,7 @@ class RolloutEngine:
         self._check_open()
         limits = self._limits()
         requests = build_requests([prompt], sampling, [seed], limits)
-        return self._enqueue(requests, limits, same_weights, num_rows=self.config.max_rows)[0]
+        return self._enqueue(requests, limits, same_weights)[0]
 
     @_no_inference_mode
     def step(self) -> list[Completion]:
@@ -206,9 +206,11 @@ class RolloutEngine:
     def close(self) -> None:
         """End every row and give the memory back. Closing twice is fine."""
         if not self._closed:
-            self._abort()
-            self._closed = True
-            del self.graphs, self.kv_cache, self.slots, self.twin
+            try:
+                self._abort()
+            finally:
+                self._closed = True
+                del self.graphs, self.kv_cache, self.slots, self.twin
 
     def _settled(self, completions: list[Completion]) -> list[Completion]:
         self.stats.settled(sum(len(completion.token_ids) for completion in completions))
@@ -219,9 +221,9 @@ class RolloutEngine:
     def _give_up(self, error: BaseException) -> None:
         """End every row after a failure, and say of a lack of memory what helps."""
         self._abort()
-        if isinstance(error, torch.OutOfMemoryError):
+        if _is_out_of_memory(error):
             raise OutOfMemory(
-                f"no GPU memory for a step (KV pages take {self.kv_cache.num_bytes} bytes; "
+                f"the GPU has no memory left (KV pages take {self.kv_cache.num_bytes} bytes; "
                 f"kv_bytes={self.config.kv_bytes}, kv_fraction={self.config.kv_fraction}, "
                 f"prefill_tokens={self.config.prefill_tokens}, max_rows={self.config.max_rows}); "
                 "lower one of them"
@@ -243,35 +245,35 @@ class RolloutEngine:
             engine.step()
             ```
         """
+        self._check_open()
         self.streams.hand_back()
         try:
             yield
         finally:
             self._open_version(same_weights)
+            self._prepare_graphs()
 
     def _abort(self) -> None:
         """Forget every row, live or waiting, and wait until the device has, too."""
-        self.slots.drain()
-        self.scheduler.reset(num_pages=self.kv_cache.num_pages)
-        self.streams.hand_back()
+        try:
+            self.slots.drain()
+        finally:
+            self.scheduler.reset(num_pages=self.kv_cache.num_pages)
+            self.streams.hand_back()
 
     @_no_inference_mode
     def _enqueue(
-        self, requests: Sequence[Request], limits: Limits, same_weights: bool, num_rows: int
+        self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> list[int]:
-        """Queue checked requests; on an idle engine this begins a rollout of `num_rows` rows."""
+        """Queue checked requests; on an idle engine this begins a rollout."""
         begins = not self.busy
         if begins:
             self._open_version(same_weights)
             self.stats = RolloutStats(policy_version=self.policy_version)
         rows = [self.scheduler.add(request) for request in requests]
         try:
-            moved = self._grow(limits, keep=not begins)
-            if begins or moved:
-                longest = max((request.max_tokens for request in requests), default=1)
-                signature = (self.kv_cache.address, self.twin.addresses)
-                rows_at_once = min(num_rows, self.config.max_rows)
-                self.graphs.prepare(rows_at_once, longest, signature)
+            self._grow(limits, keep=not begins)
+            self._prepare_graphs()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -281,18 +283,24 @@ class RolloutEngine:
     def _open_version(self, same_weights: bool) -> None:
         """Run behind whatever the trainer has queued, on a new policy version if it may be one."""
         self.streams.take_over()
-        if not same_weights:
-            with self.streams.module.stream(self.streams.compute):
-                self.twin.refresh()
-            self._check_unmoved()
-            self.policy_version += 1
+        try:
+            if not same_weights:
+                with self.streams.module.stream(self.streams.compute):
+                    self.twin.refresh()
+                self._check_unmoved()
+                self.policy_version += 1
+        finally:
+            if not self.busy:
+                self.streams.hand_back()  # there may be no batch to do it
 
-    def _grow(self, limits: Limits, *, keep: bool) -> bool:
-        """Have as many KV pages as the rows at hand can need, within the limit.
+    def _prepare_graphs(self) -> None:
+        """Have a graph for whatever the rows at hand can need, over memory as it lies now."""
+        num_rows, longest = self.scheduler.largest_batch()
+        addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
+        self.graphs.prepare(num_rows, longest, addresses)
 
-        Returns:
-            Whether the pages have moved.
-        """
+    def _grow(self, limits: Limits, *, keep: bool) -> None:
+        """Have as many KV pages as the rows at hand can need, within the limit."""
         num_pages = min(self.scheduler.pages_wanted(), limits.max_pages)
         moved = num_pages > self.kv_cache.num_pages
         with self.streams.module.stream(self.streams.compute):
@@ -301,16 +309,16 @@ class RolloutEngine:
                 self.graphs.forward.lanes.block_table_LP.fill_(TRASH_PAGE)
             self.kv_cache.grow(num_pages, keep=keep)
         self.scheduler.pages.grow(num_pages)
-        return moved
 
     def _limits(self) -> Limits:
         """What one row may ask for, now that so much memory is free."""
         page_bytes = self.kv_cache.layout.page_bytes
         kv_bytes = max_kv_bytes(self.config, self._device, self.kv_cache.num_bytes)
+        max_pages = sys.maxsize if kv_bytes is None else kv_bytes // page_bytes
         return Limits(
             vocab_size=self.twin.vocab_size,
             max_row_tokens=self.max_row_tokens,
-            max_pages=sys.maxsize if kv_bytes is None else kv_bytes // page_bytes,
+            max_pages=max(max_pages, self.kv_cache.num_pages),
             page_bytes=page_bytes,
             config=self.config,
         )
@@ -328,3 +336,11 @@ class RolloutEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine was closed; make a new one")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether a library of CUDA's means a lack of memory, by whatever class it says so."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)
+    )

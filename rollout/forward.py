@@ -1,4 +1,4 @@
-"""What the device does in one step: exactly what a graph captures.
+"""What the device does in one step; its decode is exactly what a graph captures.
 
 Shape letters: T packed tokens, R decoding rows, L lanes, P pages of a row, V vocabulary.
 """

@@ -6,7 +6,7 @@ input on the compute stream, and tokens out of their output, which lies outside 
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, product, takewhile
 from typing import Any
 
@@ -45,6 +45,7 @@ class GraphCache:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._refused: set[tuple[int, int]] = set()
         self._pool: Any = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
         trash_lane = forward.lanes.trash_lane
         # ALIAS: what the graphs read and write; fixed for their lifetime
         self._lanes = torch.full((max_rows,), trash_lane, dtype=torch.int64, device=device)
@@ -62,22 +63,21 @@ class GraphCache:
         Args:
             num_rows: Most rows that decode together.
             max_context: Longest context.
-            signature: Addresses of everything the graphs read. Where they have changed, what was
-                captured is dropped.
+            signature: Addresses and settings that the graphs have baked in. Where they have
+                changed, what was captured is dropped.
         """
-        if not self._on_gpu:
+        if not self._on_gpu or num_rows == 0:
             return
         if signature != self._signature:
             if self._graphs:
-                logger.info("capturing again: weights or KV pages have moved")
+                logger.info("capturing again: weights, adapters or KV pages have moved")
             self._graphs.clear()
             self._refused.clear()
-            # A pool that has lost its last graph cannot take another.
-            self._pool = torch.cuda.graph_pool_handle()
             self._signature = signature
-        missing = [key for key in self._keys(num_rows, max_context) if key not in self._graphs]
-        for key in sorted(set(missing) - self._refused, reverse=True):
-            self._capture(key)
+            self._open_pool()
+        for key in sorted(self._keys(num_rows, max_context), reverse=True):
+            if key not in self._graphs and key not in self._refused:
+                self._capture(key)
 
     @torch.no_grad()
     def run(self, slot: IOSlot) -> None:
@@ -99,7 +99,7 @@ class GraphCache:
         if graph is not None:
             graph.replay()
         else:
-            self.num_eager += 1
+            self.num_eager += self._on_gpu
             self._step(size, context)
         slot.tokens[:num_rows].copy_(self._tokens[:num_rows])
         slot.logprobs[:num_rows].copy_(self._logprobs[:num_rows])
@@ -116,17 +116,33 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         with self._streams.module.stream(self._streams.compute):
             self._lanes.fill_(self.forward.lanes.trash_lane)
+            self._step(*key)  # compiles what is compiled on first use
             try:
-                self._step(*key)  # compiles what is compiled on first use
+                with _no_host_waits():
+                    self._step(*key)  # what waits would spoil the capture and its pool
                 with _capturing(graph, self._pool):
                     self._step(*key)
             except RuntimeError as error:
-                self._refused.add(key)
-                if len(self._refused) == 1:
-                    text = "decode of %d rows cannot be captured and runs eagerly, more slowly: %s"
-                    logger.warning(text, key[0], error)
+                self._refuse(key, error)
                 return
         self._graphs[key] = graph
+
+    def _refuse(self, key: tuple[int, int], error: RuntimeError) -> None:
+        if not self._refused:
+            text = "decode of %d rows cannot be captured and runs eagerly, more slowly: %s"
+            logger.warning(text, key[0], error)
+        self._refused.add(key)
+        self._open_pool()
+
+    def _open_pool(self) -> None:
+        """Begin a memory pool, and keep it alive by a graph of its own.
+
+        A pool that loses its last graph, or in which a capture has failed, takes no other.
+        """
+        self._pool, self._anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        compute = self._streams.module.stream(self._streams.compute)
+        with compute, _capturing(self._anchor, self._pool):
+            self._lanes.fill_(self.forward.lanes.trash_lane)
 
     def _key(self, num_rows: int, max_context: int) -> tuple[int, int]:
         """Every whole number that a graph bakes in: padded rows, and the bound of the context."""
@@ -149,6 +165,17 @@ def _contexts() -> Iterator[int]:
 
 
 @contextmanager
+def _no_host_waits() -> Iterator[None]:
+    """Raise where what is inside would let the host wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what is queued inside, in thread-local mode: other threads go on as they like.
 
@@ -157,5 +184,8 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
-    finally:
-        graph.capture_end()
+    except BaseException:
+        with suppress(RuntimeError):  # the first error says more
+            graph.capture_end()
+        raise
+    graph.capture_end()

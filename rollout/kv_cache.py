@@ -71,16 +71,16 @@ class KVCache:
 
         Args:
             num_pages: The trash page included.
-            keep: Whether the present pages hold anything that is still needed; if not, they are
-                given up first, so that old and new are never there together.
+            keep: Whether the present pages hold anything that is still needed. If not, they are
+                given up before the new ones are asked for.
         """
-        missing = num_pages - self.num_pages
-        if missing <= 0:
+        if num_pages <= self.num_pages:
             return
-        if not keep:
-            self._data, missing = self._data[:0].clone(), num_pages
-        more = self._data.new_zeros((missing, *self.layout.page_shape))
-        self._data = torch.cat([self._data, more]) if keep else more
+        kept = self._data if keep else self._data[:0].clone()
+        self._data = kept
+        data = kept.new_zeros((num_pages, *self.layout.page_shape))
+        data[: len(kept)].copy_(kept)
+        self._data = data
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each a view `(page, token, kv_head, head_dim)`."""

@@ -92,6 +92,13 @@ class Scheduler:
         rows = sorted([*self._num_reserved.tolist(), *waiting], reverse=True)
         return 1 + sum(rows[: self._config.max_rows])
 
+    def largest_batch(self) -> tuple[int, int]:
+        """Most rows that can decode together, and their longest context, from now on."""
+        waiting = [request.max_tokens for _, request in self._waiting]
+        live = (self._position + 1 + self._max_new - self._num_launched)[self._row != NO_ROW]
+        longest = max([*waiting, *live.tolist()], default=0)
+        return min(self.num_live + self.num_waiting, self._config.max_rows), longest
+
     def add(self, request: Request) -> int:
         """Queue a request, first come first served. Returns its row id."""
         row, self._next_row = self._next_row, self._next_row + 1

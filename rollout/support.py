@@ -11,6 +11,7 @@ from rollout.errors import UnsupportedModel
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_TYPES = {"dynamic", "longrope"}
+_MAX_HEAD_DIM = 256
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -93,6 +94,8 @@ def _attention_reasons(config: Any) -> Iterator[str]:
         yield "its multi-head latent attention (MLA) has unequal key and value head sizes"
     elif getattr(config, "v_head_dim", None) not in (None, getattr(config, "head_dim", None)):
         yield f"its value heads ({config.v_head_dim}) and key heads have unequal sizes"
+    if (getattr(config, "head_dim", None) or 0) > _MAX_HEAD_DIM:
+        yield f"its head size is {config.head_dim}, and {_MAX_HEAD_DIM} is the largest that runs"
     if getattr(config, "num_kv_shared_layers", 0):
         yield f"{config.num_kv_shared_layers} of its layers share the KV cache of others"
 

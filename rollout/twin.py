@@ -27,6 +27,9 @@ class Twin:
         autocast_dtype: The dtype of the autocast that the trainer's forward runs under, or
             `None`. The twin runs under the same, so that it rounds alike.
 
+    Attributes:
+        num_builds: How often the tree was copied: once, and after each change of adapters.
+
     Raises:
         UnsupportedModel: See `support`.
     """
@@ -37,6 +40,7 @@ class Twin:
         self._live = model
         self._autocast_dtype = autocast_dtype
         self._announced = False
+        self.num_builds = 0
         self._rebuild()
         self.refresh()
 
@@ -132,6 +136,7 @@ class Twin:
     def _rebuild(self) -> None:
         """Copy the trainer's tree anew."""
         live = base_of(self._live)
+        self.num_builds += 1
         self._fingerprint = _fingerprint(live)
         self._shadow: dict[str, Tensor] = {}
         memo: dict[int, Any] = {id(p): _alias(p) for p in live.parameters()}

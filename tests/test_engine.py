@@ -220,6 +220,27 @@ def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(num
     assert [(c.token_ids, c.logprobs) for c in completions] == wanted
 
 
+def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change():
+    asked = []
+    model = tiny.build()
+    with engine_for(model) as engine:
+        engine.graphs.prepare = lambda *arguments: asked.append(arguments)
+        engine.submit([9] * 20, SamplingParams(max_new_tokens=30))
+        engine.step()
+        engine.step()
+        engine.submit([9], SamplingParams(max_new_tokens=2))
+        with engine.paused():
+            model.lm_head.weight.data = model.lm_head.weight.data.clone()
+        with pytest.raises(MemoryError), engine.paused(same_weights=True):
+            raise MemoryError("injected")
+        rows = [(num_rows, longest) for num_rows, longest, _ in asked]
+        assert rows == [(1, 50), (2, 50), (2, 50), (2, 50)]
+        signatures = [signature for *_, signature in asked]
+        assert signatures[1] != signatures[2] == signatures[3]
+        while engine.busy:
+            engine.step()
+
+
 def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch):
     work = workload()
     wanted = rows_of(*work, range(len(work[0])), wrap=fakes.with_history_model)

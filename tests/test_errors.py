@@ -160,9 +160,24 @@ def test_a_closed_engine_says_so():
         lambda: engine.generate([[9]], FIVE),
         lambda: engine.submit([9], FIVE),
         engine.step,
+        lambda: engine.paused().__enter__(),
     ):
         with pytest.raises(EngineClosed, match="make a new one"):
             call()
+    assert not engine.busy
+
+
+def test_an_engine_whose_device_has_failed_can_still_be_closed(monkeypatch):
+    engine = RolloutEngine(tiny.build())
+    engine.submit([9], FIVE)
+
+    def failing():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.streams, "wait", failing)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.close()
+    engine.close()
     assert not engine.busy
 
 

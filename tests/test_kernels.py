@@ -16,6 +16,7 @@ from rollout.kernels import sample_triton, store_kv_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 
 def sampling_inputs(rows, vocab, dtype, seed=0):
@@ -40,15 +41,19 @@ def test_sampler_draws_the_defined_tokens_bit_for_bit(vocab, dtype):
         torch.testing.assert_close(logprobs, scores, rtol=1e-5, atol=2e-5)
 
 
-def test_sampler_takes_padded_rows_and_masked_logits():
-    logits, *rest = sampling_inputs(6, 1030, torch.float32)
-    logits[:, 100:] = -torch.inf
-    wide = torch.full((6, 1100), torch.nan, device=DEVICE)
-    wide[:, :1030] = logits
-    tokens, logprobs = sample_triton.sample(wide[:, :1030], *rest)
+@pytest.mark.parametrize("kept", [slice(0, 100), slice(1500, 1600), slice(8192, None)], ids=str)
+def test_sampler_takes_padded_rows_and_masked_logits(kept):
+    """Whole blocks and whole chunks may be masked."""
+    vocab = 8200 if kept.start == 8192 else 3000
+    logits, *rest = sampling_inputs(6, vocab, torch.float32)
+    masked = torch.full((6, vocab + 70), torch.nan, device=DEVICE)
+    masked[:, :vocab] = -torch.inf
+    masked[:, :vocab][:, kept] = logits[:, kept]
+    logits = masked[:, :vocab]
+    tokens, logprobs = sample_triton.sample(logits, *rest)
     wanted, scores = torch_sample.sample(logits, *rest)
     assert torch.equal(tokens, wanted)
-    assert (tokens < 100).all()
+    assert (logits.gather(1, tokens[:, None]) > -torch.inf).all()
     torch.testing.assert_close(logprobs, scores, rtol=1e-5, atol=2e-5)
 
 

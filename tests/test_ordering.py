@@ -225,6 +225,14 @@ def test_in_a_pause_the_streams_change_places_and_back(recorded):
     assert log[4] == ("weights", "compute")
 
 
+def test_a_pause_of_an_idle_engine_leaves_nothing_behind_the_trainers_back(recorded):
+    engine, recorder = recorded
+    with engine.paused():
+        recorder.log.clear()
+    assert (recorder.log[-2][0], recorder.log[-2][2]) == ("record", "compute")
+    assert recorder.log[-1] == ("wait", recorder.log[-2][1], "trainer")
+
+
 def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():
     """Rule 7."""
     engine = RolloutEngine(tiny.build(), RolloutConfig(**SMALL))

@@ -25,6 +25,7 @@ def test_supported_families_pass(family):
         ({"is_encoder_decoder": True}, "encoder-decoder; use a decoder-only model"),
         ({"kv_lora_rank": 8}, r"multi-head latent attention \(MLA\)"),
         ({"v_head_dim": 8}, r"value heads \(8\) and key heads have unequal sizes"),
+        ({"head_dim": 512}, "head size is 512, and 256 is the largest"),
         ({"num_kv_shared_layers": 2}, "2 of its layers share the KV cache"),
         ({"layer_types": ["linear_attention"] * 3}, "linear_attention layers"),
         ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention layers"),

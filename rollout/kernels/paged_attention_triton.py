@@ -1,8 +1,8 @@
 """Paged attention in Triton: decode in splits, and prefill; defined by `paged_attention`.
 
-Decode and prefill share `_attend`, and with it every rounding. A row's result depends on its own
-length alone: keys are counted from position 0 in splits of a fixed length, and the splits are
-added up in order.
+Decode and prefill share `_attend`, one inner function. A row's result depends on its own length
+alone: decode counts keys from position 0 in splits of a fixed length, and adds the splits up in
+order. Prefill does not split, so beyond the first split the two may round differently.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from rollout.kernels import SPLIT_TOKENS
 
 _QUERY_BLOCK = 64
-_MIN_DOT_ROWS = 16
+_MIN_DOT_ROWS = 16  # the least that a side of a matrix unit's product can have
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -331,7 +331,7 @@ def _launch(
 ) -> tuple[dict[str, Any], tuple[int, int, int], dict[str, int]]:
     """What decode and prefill have in common: sizes, strides of the cache, launch options."""
     dim = query.shape[-1]
-    dim_pad = triton.next_power_of_2(dim)
+    dim_pad = max(_MIN_DOT_ROWS, triton.next_power_of_2(dim))
     narrow = query.dtype.itemsize <= 2
     # Keys and values of one block have to fit into shared memory, several stages deep.
     block = (128 if dim_pad <= 128 else 64) if narrow else (32 if dim_pad <= 128 else 16)

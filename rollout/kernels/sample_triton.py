@@ -87,8 +87,10 @@ def _chunk_kernel(
         chosen = tl.where(better, block_chosen, chosen)
         best = tl.where(better, block_best, best)
         new_peak = tl.maximum(peak, tl.max(tl.max(scaled, 1), 0))
-        weights = tl.sum(tl.sum(tl.exp(scaled - new_peak), 1), 0)
-        total = total * tl.exp(peak - new_peak) + weights
+        # While every logit so far is masked the peak is -inf, and -inf - -inf is no number.
+        anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weights = tl.sum(tl.sum(tl.exp(scaled - anchor), 1), 0)
+        total = total * tl.exp(peak - anchor) + weights
         peak = new_peak
     at = row * num_chunks + chunk
     tl.store(SCORES + at, best)
