@@ -40,8 +40,8 @@ class ScriptArguments:
     dataset: str | None = field(
         default=None,
         metadata={
-            "help": "Name or folder of a dataset with the columns `prompt` and `solution`, scored "
-            "by trl.rewards.accuracy_reward. Default: a generated task with an exact reward."
+            "help": "Name or folder of a dataset with conversations in the column `prompt` and the "
+            "column `solution`, scored by trl.rewards.accuracy_reward. Default: a generated task."
         },
     )
     rollouts: Literal["engine", "trl"] = field(

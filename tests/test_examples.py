@@ -1,5 +1,6 @@
 """The example script at toy size, as a user starts it."""
 
+import json
 import re
 import subprocess
 import sys
@@ -47,6 +48,22 @@ def test_the_demo_prints_its_table_and_leaves_a_wandb_run(tmp_path):
     folder = re.search(r"(wandb/offline-run-\S+)", result.stdout)[1]
     assert list((tmp_path / folder).glob("*.wandb"))
     assert "3/3" in result.stderr
+
+
+def test_models_and_datasets_are_loaded_by_name_or_folder(tmp_path):
+    """The loading code of real use, on folders, as no hub can be reached here."""
+    tokenizer = run_length.build_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    run_length.build_model(tokenizer, seed=0).save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    ask = [[{"role": "user", "content": f"a*{n}="}] for n in range(1, 20)]
+    rows = [{"prompt": prompt, "solution": str(n)} for n, prompt in enumerate(ask, start=1)]
+    (tmp_path / "data/train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folders = ["--model", tmp_path / "model", "--dataset", tmp_path / "data"]
+    result = run(tmp_path, *folders, "--required_gain", "-1", "--report_to", "none")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"tokens/s.*│ +\d+", result.stdout)
 
 
 def test_a_run_without_a_rising_reward_fails(tmp_path):
