@@ -1,19 +1,27 @@
-"""`python -m rollout doctor`: what the engine finds on this machine."""
+"""`python -m rollout doctor` and `python -m rollout bench`."""
 
-import argparse
+import sys
 
 from rich.console import Console
 
-from rollout.doctor import report
+from rollout import bench, doctor
+
+USAGE = """python -m rollout doctor    what the engine finds on this machine
+python -m rollout bench     how fast it decodes here; --help says more"""
 
 
-def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m rollout", description=__doc__)
-    parser.add_argument("command", choices=["doctor"])
-    parser.parse_args()
-    report(Console())
+def main(arguments: list[str]) -> None:
+    """Run what the first argument names."""
+    console = Console()
+    match arguments:
+        case ["doctor"]:
+            doctor.report(console)
+        case ["bench", *options]:
+            bench.main(options)
+        case _:
+            console.print(USAGE)
+            sys.exit(2)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

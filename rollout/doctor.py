@@ -1,6 +1,7 @@
 """What the engine finds on this machine: versions, GPU, kernels, what is degraded."""
 
 import platform
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 _PACKAGES = ("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy")
 _COPY_BYTES = 2**28
+_COPIES = 20
 
 
 def report(console: Console) -> None:
@@ -44,8 +46,8 @@ def _device() -> Iterator[tuple[str, str]]:
     yield "compute capability", f"{properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
     yield "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     yield "kernels", _try_kernels() or "Triton: KV store, paged attention, sampling"
-    yield "copy on the device", f"{_copy_bandwidth('cuda') / 1e12:.2f} TB/s, read and write"
-    yield "copy to the device", f"{_copy_bandwidth('cpu') / 1e9:.1f} GB/s, pinned"
+    yield "copy on the device", f"{copy_bandwidth('cuda', 'cuda') / 1e12:.2f} TB/s, read and write"
+    yield "copy to the device", f"{copy_bandwidth('cpu', 'cuda') / 1e9:.1f} GB/s, pinned"
 
 
 def _try_kernels() -> str:
@@ -60,20 +62,26 @@ def _try_kernels() -> str:
     return ""
 
 
-def _copy_bandwidth(source: str) -> float:
-    """Bytes a second that a copy into device memory moves; on the device, both ways counted."""
-    pinned = source == "cpu"
-    origin = torch.ones(_COPY_BYTES // 4, device=source, pin_memory=pinned)
-    target = torch.empty(_COPY_BYTES // 4, device="cuda")
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    target.copy_(origin, non_blocking=True)  # warm up
-    begin.record()
-    for _ in range(5):
-        target.copy_(origin, non_blocking=True)
-    end.record()
-    end.synchronize()  # SYNC: a measurement, while nothing is served
-    seconds = begin.elapsed_time(end) / 1e3 / 5
-    return _COPY_BYTES * (1 if pinned else 2) / seconds
+def copy_bandwidth(source: str, target: str) -> float:
+    """Bytes a second that copies move; within one device, read and write are both counted.
+
+    Args:
+        source: Device to copy from, `cpu` or `cuda`.
+        target: Device to copy to.
+    """
+    on_gpu = "cuda" in (source, target)
+    origin = torch.ones(_COPY_BYTES // 4, device=source, pin_memory=on_gpu and source == "cpu")
+    copy = torch.empty(_COPY_BYTES // 4, device=target)
+    copy.copy_(origin, non_blocking=True)  # warm up
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()  # SYNC: a measurement, nothing is served
+    began = time.perf_counter()
+    for _ in range(_COPIES):
+        copy.copy_(origin, non_blocking=True)
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()  # SYNC: as above
+    seconds = time.perf_counter() - began
+    return _COPIES * _COPY_BYTES * (2 if source == target else 1) / seconds
 
 
 def _degraded() -> Iterator[tuple[str, str]]:
