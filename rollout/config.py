@@ -40,6 +40,10 @@ class RolloutConfig:
     num_slots: int = 2
     """IO slots: 2 overlaps host and device, 1 is the synchronous mode."""
 
+    fuse_projections: bool = False
+    """Move the weights of q/k/v and of gate/up into one buffer each, when the engine is made, and
+    compute each group by one product. Parameters, values and checkpoints stay what they are."""
+
     progress_bar: bool = False
     """Show a `tqdm` bar of finished rows while generating."""
 
@@ -59,5 +63,7 @@ class RolloutConfig:
             raise ConfigError(f"num_slots={self.num_slots}: 2 overlaps host and device, 1 does not")
         if not is_real(self.kv_fraction) or not 0 < self.kv_fraction <= 1:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: it must be above 0 and at most 1")
-        if not isinstance(self.progress_bar, bool):
-            raise ConfigError(f"progress_bar={self.progress_bar!r}: it must be True or False")
+        for name in ("fuse_projections", "progress_bar"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r}: it must be True or False")

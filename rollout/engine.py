@@ -25,6 +25,7 @@ from rollout.errors import (
     UnsupportedModel,
 )
 from rollout.forward import Forward, Lanes
+from rollout.fused import lay_together
 from rollout.graphs import GraphCache
 from rollout.intake import Limits, build_requests
 from rollout.kv_cache import KVCache
@@ -33,6 +34,7 @@ from rollout.pages import TRASH_PAGE, pages_for
 from rollout.request import Completion, Request, SamplingParams
 from rollout.scheduler import Scheduler
 from rollout.slots import SlotPair, Streams
+from rollout.support import base_of, check_model, check_placed
 from rollout.telemetry import RolloutStats
 from rollout.twin import Twin
 
@@ -45,8 +47,9 @@ class RolloutEngine:
     """Generates completions from the weights that a trainer is training.
 
     Args:
-        model: A transformers decoder, perhaps with PEFT adapters. It is never run and never
-            changed: the engine runs a twin of its module tree over the same storage.
+        model: A transformers decoder, perhaps with PEFT adapters. It is never run, and never
+            changed but by `fuse_projections`: the engine runs a twin of its module tree over the
+            same storage.
         config: Knobs.
         autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
 
@@ -73,6 +76,10 @@ class RolloutEngine:
         self.config = config or RolloutConfig()
         self.policy_version = 0
         self.stats = RolloutStats()
+        check_model(model)
+        check_placed(model)
+        if self.config.fuse_projections:
+            lay_together(base_of(model))
         self.twin = Twin(model, autocast_dtype)
         self.max_row_tokens = self.config.max_row_tokens or self.twin.max_positions
         max_row_pages = pages_for(self.max_row_tokens, self.config.page_tokens)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rollout.attention import PAGED_ATTENTION, PagedAttention
+from rollout.fused import fuse
 from rollout.kv_cache import KVLayout
-from rollout.support import base_of, check_model, check_placed
+from rollout.support import base_of, check_placed
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +24,17 @@ class Twin:
     """The model that the engine runs.
 
     Args:
-        model: The trainer's model, perhaps with PEFT adapters; never run, never changed.
+        model: The trainer's model, perhaps with PEFT adapters, that `support` has found fit; never
+            run, never changed.
         autocast_dtype: The dtype of the autocast that the trainer's forward runs under, or
             `None`. The twin runs under the same, so that it rounds alike.
 
     Attributes:
         num_builds: How often the tree was copied: once, and after each change of adapters.
-
-    Raises:
-        UnsupportedModel: See `support`.
+        num_fused: Groups of layers that one product computes; see `fused`.
     """
 
     def __init__(self, model: nn.Module, autocast_dtype: torch.dtype | None = None) -> None:
-        check_model(model)
-        check_placed(model)
         self._live = model
         self._autocast_dtype = autocast_dtype
         self._announced = False
@@ -101,6 +99,7 @@ class Twin:
             self._rebuild()
         self._bind()
         self._cast()
+        self.num_fused = fuse(self._base)
 
     def logits(
         self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged: PagedAttention

@@ -1,0 +1,101 @@
+"""q/k/v and gate/up as one product over the trainer's own storage."""
+
+import pytest
+import tiny
+import torch
+import trl_trainer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout.fused import fuse, lay_together
+
+FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
+SIX = SamplingParams(max_new_tokens=6)
+
+
+def assert_on_policy(engine, model):
+    model.eval()
+    for prompt in tiny.prompts(3, seed=9):
+        (completion,) = engine.generate([prompt], SIX)
+        wanted = tiny.logprobs(model, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
+    model = tiny.build("qwen2")  # q, k and v have biases
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    assert lay_together(model) == 2 * 3
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+        assert parameter.is_contiguous()
+    attention = model.model.layers[0].self_attn
+    for kind in ("weight", "bias"):
+        parts = [getattr(layer, kind) for layer in (attention.q_proj, attention.k_proj)]
+        assert parts[0].data_ptr() + parts[0].nbytes == parts[1].data_ptr()
+
+
+def test_checkpoints_are_what_they_were(tmp_path):
+    model, plain = tiny.build(), tiny.build()
+    lay_together(model)
+    model.save_pretrained(tmp_path / "fused")
+    plain.save_pretrained(tmp_path / "plain")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fused").state_dict()
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    assert set(loaded) == set(wanted)
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+    size = sum(file.stat().st_size for file in (tmp_path / "fused").glob("*.safetensors"))
+    assert size == sum(f.stat().st_size for f in (tmp_path / "plain").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rollouts_are_on_policy_through_updates(family):
+    model = tiny.build(family)
+    with RolloutEngine(model, FUSED) as engine:
+        groups = 1 if family == "qwen3_moe" else 2  # experts are no linear layers
+        assert engine.twin.num_fused == groups * 3
+        assert_on_policy(engine, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model.train()
+        model(torch.tensor([[9, 10, 11]]), labels=torch.tensor([[9, 10, 11]])).loss.backward()
+        optimizer.step()
+        assert_on_policy(engine, model)
+        assert engine.twin.num_fused == groups * 3
+
+
+def test_weights_that_were_pulled_apart_are_separate_products_again():
+    model = tiny.build()
+    with RolloutEngine(model, FUSED) as engine:
+        layer = model.model.layers[1].self_attn.k_proj
+        layer.weight.data = layer.weight.data.clone() * 1.5
+        assert_on_policy(engine, model)
+        assert engine.twin.num_fused == 5
+
+
+def test_layers_with_adapters_are_left_alone():
+    config = LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny.build(), config)
+    with RolloutEngine(model, FUSED) as engine:
+        assert engine.twin.num_fused == 3
+        assert_on_policy(engine, model)
+
+
+def test_nothing_is_fused_unless_asked():
+    model = tiny.build()
+    with RolloutEngine(model, RolloutConfig(max_rows=4, page_tokens=4)) as engine:
+        assert engine.twin.num_fused == 0
+    assert fuse(model) == 0
+
+
+def test_training_ends_in_the_same_weights(tmp_path):
+    results = []
+    for fused in (False, True):
+        trainer = trl_trainer.build(tmp_path / str(fused), max_steps=5)
+        config = RolloutConfig(max_rows=5, page_tokens=4, fuse_projections=fused)
+        trl_trainer.attach(trainer, config)
+        trainer.train()
+        assert max(trl_trainer.logged(trainer, "rollout/logp_gap")) < 1e-5
+        results.append(dict(trainer.model.named_parameters()))
+    for name, parameter in results[0].items():
+        torch.testing.assert_close(results[1][name], parameter, rtol=1e-3, atol=1e-4)
