@@ -14,14 +14,6 @@ FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
 SIX = SamplingParams(max_new_tokens=6)
 
 
-def assert_on_policy(engine, model):
-    model.eval()
-    for prompt in tiny.prompts(3, seed=9):
-        (completion,) = engine.generate([prompt], SIX)
-        wanted = tiny.logprobs(model, prompt, completion.token_ids)
-        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
-
-
 def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
     model = tiny.build("qwen2")  # q, k and v have biases
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
@@ -55,12 +47,12 @@ def test_rollouts_are_on_policy_through_updates(family):
     with RolloutEngine(model, FUSED) as engine:
         groups = 1 if family == "qwen3_moe" else 2  # experts are no linear layers
         assert engine.twin.num_fused == groups * 3
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model.train()
         model(torch.tensor([[9, 10, 11]]), labels=torch.tensor([[9, 10, 11]])).loss.backward()
         optimizer.step()
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         assert engine.twin.num_fused == groups * 3
 
 
@@ -69,7 +61,7 @@ def test_weights_that_were_pulled_apart_are_separate_products_again():
     with RolloutEngine(model, FUSED) as engine:
         layer = model.model.layers[1].self_attn.k_proj
         layer.weight.data = layer.weight.data.clone() * 1.5
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         assert engine.twin.num_fused == 5
 
 
@@ -78,7 +70,7 @@ def test_layers_with_adapters_are_left_alone():
     model = get_peft_model(tiny.build(), config)
     with RolloutEngine(model, FUSED) as engine:
         assert engine.twin.num_fused == 3
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
 
 
 def test_nothing_is_fused_unless_asked():

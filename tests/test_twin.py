@@ -25,14 +25,6 @@ def lora(model, **changes):
     return model
 
 
-def assert_on_policy(engine, model):
-    model.eval()
-    for prompt in tiny.prompts(3, seed=9):
-        (completion,) = engine.generate([prompt], SIX)
-        wanted = tiny.logprobs(model, prompt, completion.token_ids)
-        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_and_persistent_buffers_are_the_same_storage(tied):
     model = tiny.build(tie_word_embeddings=tied)
@@ -79,34 +71,34 @@ def test_patched_forwards_and_hooks_of_the_trainer_stay_behind():
 def test_weights_that_moved_are_found_by_name():
     model = tiny.build()
     with RolloutEngine(model, SMALL) as engine:
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         for parameter in model.parameters():
             parameter.data = parameter.data * 1.1
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.7)
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
 
 
 def test_adapters_are_applied_in_place_and_followed():
     model = lora(tiny.build())
     with RolloutEngine(model, SMALL) as engine:
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         with torch.no_grad():
             model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.add_(1)
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         for layer in model.modules():
             if hasattr(layer, "scaling") and isinstance(layer.scaling, dict):
                 layer.scaling["default"] *= 2
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         with model.disable_adapter():
-            assert_on_policy(engine, model)
-        assert_on_policy(engine, model)
+            tiny.assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         model.add_adapter("other", LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
         model.set_adapter("other")
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         model.merge_adapter()
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
         model.unmerge_adapter()
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +115,7 @@ def test_other_kinds_of_adapters_are_followed(changes):
     config = {"target_modules": ["q_proj", "down_proj"], "r": 4, "init_lora_weights": False}
     model = get_peft_model(tiny.build(), LoraConfig(**{**config, **changes}))
     with RolloutEngine(model, SMALL) as engine:
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
 
 
 def test_modules_to_save_are_followed():
@@ -131,7 +123,7 @@ def test_modules_to_save_are_followed():
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
     with RolloutEngine(model, SMALL) as engine:
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
 
 
 @pytest.mark.parametrize("adapters", [None, {}, {"use_dora": True}], ids=str)
@@ -169,7 +161,7 @@ def test_experts_run_when_the_trainer_records_its_router():
     model.config.output_router_logits = True
     model.eval()(torch.tensor([[9, 10]]))  # installs the hooks that record
     with RolloutEngine(model, SMALL) as engine:
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)
 
 
 def test_no_shadow_where_the_weights_have_the_autocast_dtype():
@@ -199,4 +191,4 @@ def test_parameters_that_were_sharded_after_attach_are_refused_at_the_next_versi
         with pytest.raises(UnsupportedModel, match=r"'lm_head.weight' is sharded"):
             engine.generate([[9]], SIX)
         del model.lm_head.weight.ds_id
-        assert_on_policy(engine, model)
+        tiny.assert_on_policy(engine, model)

@@ -3,6 +3,7 @@
 import string
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,6 +14,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from rollout import RolloutEngine, SamplingParams
 
 VOCAB, EOS = 61, 7
 
@@ -99,6 +102,15 @@ def prompts(count: int, longest: int = 14, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(8, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def assert_on_policy(engine: RolloutEngine, model: torch.nn.Module) -> None:
+    """Rollouts are scored as the model's own forward scores them now."""
+    model.eval()
+    for prompt in prompts(3, seed=9):
+        (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=6))
+        wanted = logprobs(model, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
