@@ -1,7 +1,7 @@
 """Lends paged KV to a transformers model through its attention interface.
 
-Shape letters: T packed tokens, H query heads, K key/value heads, D head size, L lanes, P pages of
-a row.
+Shape letters: T packed tokens, Q tokens of one segment, H query heads, K key/value heads, D head
+size, L lanes, P pages of a row.
 """
 
 from collections.abc import Sequence
@@ -15,28 +15,12 @@ from transformers import AttentionInterface
 from rollout.errors import UnsupportedModel
 from rollout.kernels.paged_attention import attend, gather_kv, store_kv
 from rollout.kv_cache import KVCache
+from rollout.request import Segment
 
 PAGED_ATTENTION = "twinslot_paged"
 
 # What models hand to an attention function and what does not change its result here.
 _HARMLESS = frozenset({"dropout", "position_ids", "use_cache"})
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring packed tokens of one row: the queries of one prefill segment.
-
-    Attributes:
-        lane: The row's lane.
-        start: Index of the first in the packed tokens.
-        stop: Index behind the last.
-        context: Tokens that the last query sees, itself included.
-    """
-
-    lane: int
-    start: int
-    stop: int
-    context: int
 
 
 @dataclass(frozen=True)
@@ -48,8 +32,8 @@ class PagedAttention:
         block_table_LP: Page ids of each lane, int64.
         lanes_T: Lane of each token, int64.
         positions_T: Position of each token, int64.
-        max_context: Longest context among the tokens, itself included.
-        runs: Prefill segments; `None` where every token is a row of its own (decode).
+        max_context: No token's context is longer, itself included; decode alone reads it.
+        segments: What is prefilled; `None` where every token is a row of its own (decode).
         runs_N4: The same on the device: lane, first packed token, tokens, first position, int64.
     """
 
@@ -57,8 +41,8 @@ class PagedAttention:
     block_table_LP: Tensor
     lanes_T: Tensor
     positions_T: Tensor
-    max_context: int
-    runs: Sequence[Run] | None = None
+    max_context: int = 0
+    segments: Sequence[Segment] | None = None
     runs_N4: Tensor | None = None
 
     def store(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
@@ -79,17 +63,18 @@ class PagedAttention:
         cache = self.kv_cache.layer(layer)
         if query_THD.is_cuda:
             return self._attend_on_gpu(cache, query_THD, options)
-        if self.runs is None:
+        if self.segments is None:
             keys, values = gather_kv(cache, self.block_table_LP[self.lanes_T], self.max_context)
             positions = self.positions_T[:, None]
             return attend(query_THD[:, None], keys, values, positions, **options)[:, 0]
+        counts = [len(segment.tokens) for segment in self.segments]
+        queries, positions = query_THD.split(counts), self.positions_T.split(counts)
         outputs = []
-        for run in self.runs:
-            table = self.block_table_LP[run.lane : run.lane + 1]
-            keys, values = gather_kv(cache, table, run.context)
-            positions = self.positions_T[None, run.start : run.stop]
-            query = query_THD[None, run.start : run.stop]
-            outputs.append(attend(query, keys, values, positions, **options)[0])
+        for segment, query_QHD, positions_Q in zip(self.segments, queries, positions, strict=True):
+            table = self.block_table_LP[segment.lane][None]
+            keys, values = gather_kv(cache, table, segment.start + len(segment.tokens))
+            output = attend(query_QHD[None], keys, values, positions_Q[None], **options)
+            outputs.append(output[0])
         return torch.cat(outputs)
 
     def _attend_on_gpu(
@@ -98,12 +83,12 @@ class PagedAttention:
         from rollout.kernels import paged_attention_triton as kernels  # as above
 
         table = self.block_table_LP
-        if self.runs is None:
+        if self.segments is None:
             options["max_context"] = self.max_context
             where = (table, self.lanes_T, self.positions_T)
             return kernels.decode(query_THD, cache, *where, **options)
         assert self.runs_N4 is not None
-        options["max_run_tokens"] = max(run.stop - run.start for run in self.runs)
+        options["max_run_tokens"] = max(len(segment.tokens) for segment in self.segments)
         return kernels.prefill(query_THD, cache, table, self.runs_N4, **options)
 
 

@@ -141,7 +141,7 @@ def run_engine(work: Workload, mode: str) -> Measurement:
             layout = engine.kv_cache.layout
             kv_token_bytes = layout.page_bytes // layout.page_tokens
             measured = _measure(mode, work, kv_token_bytes, generate)
-        host_us = sum(host) / len(host) * 2e6
+        host_us = sum(host) / len(host) * 2e6  # a step schedules once and commits once
         return Measurement(**measured, host_us=host_us, num_graphs=engine.graphs.num_captured)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rollout.attention import PagedAttention, Run
+from rollout.attention import PagedAttention
 from rollout.kv_cache import KVCache
 from rollout.pages import TRASH_PAGE
 from rollout.request import Segment
@@ -92,18 +92,12 @@ class Forward:
     def prefill(self, slot: IOSlot, segments: Sequence[Segment]) -> None:
         """Write the KV of prompt tokens. Nothing is sampled, so no row's logits are computed."""
         lanes_T, positions_T, tokens_T = slot.prefill.value.T.contiguous()
-        runs, start = [], 0
-        for segment in segments:
-            stop = start + len(segment.tokens)
-            runs.append(Run(segment.lane, start, stop, segment.start + len(segment.tokens)))
-            start = stop
         paged = PagedAttention(
             kv_cache=self._kv_cache,
             block_table_LP=self.lanes.block_table_LP,
             lanes_T=lanes_T,
             positions_T=positions_T,
-            max_context=max(run.context for run in runs),
-            runs=runs,
+            segments=segments,
             runs_N4=slot.runs.value,
         )
         self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)

@@ -67,8 +67,8 @@ class Request:
     Attributes:
         prompt: Token ids, `(prompt_tokens,)`.
         sampling: How to draw, when to stop.
-        seed: Key of the row's random numbers, `0 <= seed < 2**63`. The same prompt, weights,
-            sampling and seed give the same completion in any batch.
+        seed: Key of the row's random numbers, `0 <= seed < 2**63`. The same logits and seed give
+            the same draw in any batch; logits round a little with the batch's size.
     """
 
     prompt: Ints

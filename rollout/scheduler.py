@@ -25,7 +25,7 @@ from rollout.request import (
     Segment,
 )
 
-NO_ROW = -1
+NO_ROW = NO_TOKEN = -1
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Scheduler:
         self._num_launched = np.zeros(num_lanes, np.int64)
         self._num_settled = np.zeros(num_lanes, np.int64)
         self._max_new = np.zeros(num_lanes, np.int64)
-        self._eos = np.full((num_lanes, 1), NO_ROW, np.int64)
+        self._eos = np.full((num_lanes, 1), NO_TOKEN, np.int64)
         self._num_pages = np.zeros(num_lanes, np.int64)
         self._num_reserved = np.zeros(num_lanes, np.int64)
         self._block_table = np.zeros((num_lanes, self._max_row_pages), np.int64)
@@ -196,8 +196,8 @@ class Scheduler:
         self._num_launched[lane] = self._num_settled[lane] = 0
         self._max_new[lane] = sampling.max_new_tokens
         self._num_reserved[lane] = num_reserved
-        self._eos = _widen(self._eos, len(sampling.eos_token_ids), NO_ROW)
-        self._eos[lane] = NO_ROW
+        self._eos = _widen(self._eos, len(sampling.eos_token_ids), NO_TOKEN)
+        self._eos[lane] = NO_TOKEN
         self._eos[lane, : len(sampling.eos_token_ids)] = sampling.eos_token_ids
         self._tokens = _widen(self._tokens, sampling.max_new_tokens, 0)
         self._logprobs = _widen(self._logprobs, sampling.max_new_tokens, 0)

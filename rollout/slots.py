@@ -52,7 +52,7 @@ class Streams:
 
 
 class Staged:
-    """One array that travels to the device: a pinned host buffer and its device twin.
+    """One array that travels to the device: a pinned host buffer and one on the device.
 
     Args:
         shape: Longest array that may be staged.

@@ -29,8 +29,9 @@ def check_model(model: nn.Module) -> None:
         UnsupportedModel: The reason, and the way out.
     """
     for reason in _reasons(model):
+        name = type(base_of(model)).__name__
         raise UnsupportedModel(
-            f"{type(base_of(model)).__name__} cannot run on the engine: {reason}"
+            f"{name} cannot run on the engine: {reason}; failing that, generate without the engine"
         )
 
 
@@ -47,9 +48,10 @@ def check_placed(model: nn.Module) -> None:
             f"{name} has parameters on the meta device, which hold no numbers; load its weights "
             "(`from_pretrained`, or `to_empty` and an initialisation) first"
         )
-    if len(devices) > 1 or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+    num_devices = max(len(devices), len(set(getattr(model, "hf_device_map", {}).values())))
+    if num_devices > 1:
         raise UnsupportedModel(
-            f"{name} is spread over {len(devices)} devices; load it without `device_map` and let "
+            f"{name} is spread over {num_devices} devices; load it without `device_map` and let "
             "each process hold the whole model on its own GPU"
         )
     for parameter_name, parameter in model.named_parameters():

@@ -1,13 +1,15 @@
 """Paged attention against dense attention written another way, and what it refuses."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout.attention import PagedAttention, Run, paged_attention_forward
+from rollout.attention import PagedAttention, paged_attention_forward
 from rollout.errors import UnsupportedModel
 from rollout.kv_cache import KVCache, KVLayout
+from rollout.request import Segment
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
 
@@ -55,13 +57,13 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
         [torch.randn(heads, n + 1, DIM) for n in lengths] for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
 
-    def run(spans, runs):
+    def run(spans, segments):
         """Run tokens `[start, stop)` of each (row, start, stop), packed."""
         lanes = torch.cat([torch.full((stop - start,), row) for row, start, stop in spans])
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
         packed = [torch.cat([x[r][:, a:b] for r, a, b in spans], 1)[None] for x in (q, k, v)]
         longest = int(positions.max()) + 1
-        paged = PagedAttention(cache, tables, lanes, positions, longest, runs)
+        paged = PagedAttention(cache, tables, lanes, positions, longest, segments)
         output, _ = paged_attention_forward(
             layer(), *packed, None, paged=paged, scaling=0.3, sliding_window=window, softcap=softcap
         )
@@ -80,11 +82,8 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
 
     # Row 3 in two pieces, the others whole; then one decode step of all rows.
     for spans in ([(0, 0, 1), (3, 0, 6)], [(1, 0, 4), (2, 0, 5), (3, 6, 11)]):
-        runs, start = [], 0
-        for row, first, stop in spans:
-            runs.append(Run(row, start, start + stop - first, stop))
-            start += stop - first
-        check(spans, run(spans, runs))
+        segments = [Segment(row, first, np.zeros(stop - first)) for row, first, stop in spans]
+        check(spans, run(spans, segments))
     spans = [(row, n, n + 1) for row, n in enumerate(lengths)]
     check(spans, run(spans, None))
 

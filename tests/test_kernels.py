@@ -4,8 +4,11 @@ Without a GPU they run in Triton's interpreter on small shapes; with one, compil
 """
 
 import pytest
+import tiny
 import torch
 
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout.attention import PagedAttention
 from rollout.kernels import paged_attention as torch_attention
 from rollout.kernels import sample as torch_sample
 from rollout.kv_cache import KVCache, KVLayout
@@ -199,6 +202,33 @@ def test_prefill_in_pieces_equals_the_reference(shape, dtype, options):
             mine = slice(start, start + count)
             wanted = paged.expected(query[mine], row, first, scale=0.2, **options)
             assert_close(found[mine], wanted, dtype)
+
+
+@pytest.mark.skipif(ON_GPU, reason="every GPU test of the engine shows it there")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkeypatch):
+    """The GPU's way through attention and sampling, in the interpreter."""
+
+    def store(paged, layer, keys, values):
+        where = (paged.block_table_LP, paged.lanes_T, paged.positions_T)
+        store_kv_triton.store_kv(keys, values, paged.kv_cache.layer(layer), *where)
+
+    def attend(paged, layer, query, **options):
+        return paged._attend_on_gpu(paged.kv_cache.layer(layer), query, options)
+
+    monkeypatch.setattr(PagedAttention, "store", store)
+    monkeypatch.setattr(PagedAttention, "attend", attend)
+    monkeypatch.setattr("rollout.forward.sample", sample_triton.sample)
+    model, prompts = tiny.build(family), [[9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19, 20]]
+    sampling = SamplingParams(max_new_tokens=5, temperature=0.0, eos_token_ids=(tiny.EOS,))
+    config = RolloutConfig(max_rows=2, page_tokens=4, prefill_tokens=5)
+    with RolloutEngine(model, config) as engine:
+        completions = engine.generate(prompts, sampling)
+    model.eval()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.token_ids == tiny.greedy(model, prompt, 5)
+        wanted = tiny.logprobs(model, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=2e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

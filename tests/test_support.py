@@ -38,7 +38,9 @@ def test_models_are_refused_by_config(changes, message):
     model = tiny.build()
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
-    with pytest.raises(UnsupportedModel, match=f"Qwen3ForCausalLM cannot run.*{message}"):
+    with pytest.raises(
+        UnsupportedModel, match=f"Qwen3ForCausalLM cannot run.*{message}.*; failing that, generate"
+    ):
         check_model(model)
 
 
@@ -105,10 +107,17 @@ def test_attention_sinks_are_refused():
         check_model(model)
 
 
+def test_a_forward_that_always_computes_all_logits_is_refused(monkeypatch):
+    model = tiny.build()
+    monkeypatch.setattr(type(model), "forward", lambda self, input_ids: None)
+    with pytest.raises(UnsupportedModel, match="no `logits_to_keep`"):
+        check_model(model)
+
+
 def test_a_model_over_several_devices_is_refused():
     model = tiny.build()
     model.hf_device_map = {"model": 0, "lm_head": 1}
-    with pytest.raises(UnsupportedModel, match="without `device_map`"):
+    with pytest.raises(UnsupportedModel, match="over 2 devices; load it without `device_map`"):
         check_placed(model)
 
 
