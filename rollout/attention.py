@@ -4,7 +4,9 @@ Shape letters: T packed tokens, Q tokens of one segment, H query heads, K key/va
 size, L lanes, P pages of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ _HARMLESS = frozenset({"dropout", "position_ids", "use_cache"})
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """What a layer needs in order to attend over pages; travels as a keyword of the forward.
+    """What every layer of one forward needs in order to attend over pages.
 
     Attributes:
         kv_cache: Where keys and values lie.
@@ -44,6 +46,19 @@ class PagedAttention:
     max_context: int = 0
     segments: Sequence[Segment] | None = None
     runs_N4: Tensor | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Lend the pages to the forward that runs inside.
+
+        Beside the model, not through it: a compiled layer would be compiled once for each
+        combination of what it is handed.
+        """
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
 
     def store(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         """Write the keys and values of the packed tokens."""
@@ -92,6 +107,54 @@ class PagedAttention:
         return kernels.prefill(query_THD, cache, table, self.runs_N4, **options)
 
 
+_active: ContextVar[PagedAttention] = ContextVar("paged_attention")
+
+
+@torch.library.custom_op("twinslot::paged_attention", mutates_args=())
+def _attend_and_store(
+    query_THD: Tensor,
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    layer: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Store the keys and values, and attend. One node to a compiler, which cannot look inside.
+
+    The pages it writes are no argument, so no compiler copies them to keep them apart.
+    """
+    paged = _active.get()
+    layout = paged.kv_cache.layout
+    if keys_TKD.shape[1:] != (layout.num_kv_heads, layout.head_dim):
+        raise UnsupportedModel(
+            f"a layer has {keys_TKD.shape[1]} key heads of size {keys_TKD.shape[2]} and other "
+            f"layers {layout.num_kv_heads} of {layout.head_dim}; one page cannot hold both"
+        )
+    index = int(layer)
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
+    with torch.autocast(query_THD.device.type, enabled=False):
+        paged.store(index, keys_TKD, values_TKD)
+        output = paged.attend(index, query_THD.to(layout.dtype), **options)
+    return output.to(query_THD.dtype)
+
+
+@_attend_and_store.register_fake
+def _(query_THD: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+
+
+def number_layers(base: nn.Module) -> None:
+    """Tell each attention layer which cache is its own: `layer_idx`, as a tensor on the CPU.
+
+    A number would be compiled into the layer, and each layer compiled for itself.
+    """
+    for module in base.modules():
+        if isinstance(index := getattr(module, "layer_idx", None), int):
+            module.kv_layer = torch.tensor(index)
+
+
 def paged_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -99,24 +162,26 @@ def paged_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged: PagedAttention,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer of the twin.
 
+    The pages are those of the `PagedAttention` that is active.
+
     Args:
-        module: The attention layer; its `layer_idx` says which cache is its own.
+        module: The attention layer; its `kv_layer` says which cache is its own.
         query: `(1, H, T, D)`.
         key: `(1, K, T, D)`.
         value: `(1, K, T, D)`.
         attention_mask: Always `None`: causality follows from the positions.
-        paged: Pages and positions of the packed tokens.
         scaling: Multiplies the scores. `None`: `D ** -0.5`.
         sliding_window: Tokens a query sees, itself included. `None`: all.
         softcap: Caps the scores (Gemma 2).
+        s_aux: Sinks, `(H,)`: a score of each head that takes weight and has no value (gpt-oss).
         others: Anything else; refused unless it is known not to matter.
 
     Returns:
@@ -132,24 +197,13 @@ def paged_attention_forward(
             f"{type(module).__name__} passes {asked or ['attention_mask']} to its attention, which "
             "paged attention does not know; such a model cannot run on the engine"
         )
-    layout = paged.kv_cache.layout
-    if (key.shape[1], key.shape[3]) != (layout.num_kv_heads, layout.head_dim):
-        raise UnsupportedModel(
-            f"{type(module).__name__} has {key.shape[1]} key heads of size {key.shape[3]} and "
-            f"other layers {layout.num_kv_heads} of {layout.head_dim}; one page cannot hold both"
-        )
-    # Keys and values take the cache's dtype, and the query with them: under autocast that is
-    # what the trainer's attention would compute in.
-    dtype = layout.dtype
-    query_THD, keys_TKD, values_TKD = (
-        states[0].transpose(0, 1).to(dtype) for states in (query, key, value)
-    )
-    layer = module.layer_idx
-    assert isinstance(layer, int)
+    # Under autocast the trainer's attention computes in the dtype of its values.
+    query_THD = query[0].transpose(0, 1).to(value.dtype).contiguous()
+    keys_TKD, values_TKD = (states[0].transpose(0, 1) for states in (key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    with torch.autocast(query.device.type, enabled=False):
-        paged.store(layer, keys_TKD, values_TKD)
-        output = paged.attend(layer, query_THD, scale=scale, window=sliding_window, softcap=softcap)
+    output = _attend_and_store(
+        query_THD, keys_TKD, values_TKD, module.kv_layer, scale, sliding_window, softcap, s_aux
+    )
     return output[None], None
 
 

@@ -1,196 +1,270 @@
 """`python -m rollout bench`: how fast the engine decodes here, beside what else there is.
 
 Weights are random, so nothing is downloaded. Every mode runs the same prompts in the same process,
-once to warm up and once to be timed. The floor is the time that the bytes of a decode step need at
-the copy bandwidth measured in this run: weights without the input embedding, and the keys and
-values of every row at its mean length.
+once to warm up and once to be timed. The floor is the time that the bytes of decoding need at the
+copy bandwidth measured in this run: weights without the input embedding, a step; keys and values
+of a row's tokens so far, a row and step.
 """
 
 import argparse
 import json
+import shlex
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, fields
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from rollout import baselines, timeline
+from rollout.baselines import Generate
 from rollout.config import RolloutConfig
 from rollout.doctor import copy_bandwidth
 from rollout.engine import RolloutEngine
 from rollout.errors import ConfigError
-from rollout.request import SamplingParams
+from rollout.request import Batch, Completion, Floats, Ints, SamplingParams
+from rollout.telemetry import RolloutStats
+from rollout.trace import tracing
+from rollout.workload import LENGTHS, SHAPES, Workload, build_model
 
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        **_QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        **_QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-}
+_SHORT, _PROFILED, _TRACED = 2, 34, 130  # new tokens of the runs beside the timed one
+_EOS = 0
+_PICTURE_S = 0.05
+_NAN = float("nan")
+_NO_ENGINE = dict.fromkeys(("busy_share", "host_us", "h2d_bytes", "num_graphs"), _NAN)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one mode did.
+    """What one mode did; `nan` where it has no such number.
 
     Attributes:
-        mode: `two-slot`, `one-slot` or `generate`.
         total_s: Seconds for all rows.
         tokens_per_s: Generated tokens a second, prefill included.
-        step_ms: Milliseconds of a decode step: the run less a run of 2 tokens, over the steps.
-        floor_ms: Milliseconds that the bytes of a decode step need.
+        prefill_s: Seconds of a run of 2 tokens a row.
+        step_ms: Milliseconds of a decode step: the run less that of 2 tokens, over its steps.
+        floor_ms: Milliseconds that the bytes of such a step need.
         floor_share: `floor_ms / step_ms`.
-        host_us: Microseconds a step that the scheduler takes; `nan` where there is none.
-        peak_gib: Most GPU memory allocated, `nan` on a CPU.
-        warmup_s: Seconds of the first run, compilation and capture included.
+        busy_share: Share of the time in which the device was inside a launched batch.
+        kernel_share: Share of a step in which a kernel ran.
+        host_us: Microseconds a step that planning and settling take.
+        h2d_bytes: Bytes uploaded in a decode step that admits no row.
+        peak_gib: Most GPU memory allocated.
+        warmup_s: Seconds from nothing to the end of a first run of 2 tokens, less `prefill_s`.
         num_graphs: CUDA graphs captured.
+        attention: What attends.
     """
 
-    mode: str
     total_s: float
     tokens_per_s: float
+    prefill_s: float
     step_ms: float
     floor_ms: float
     floor_share: float
+    busy_share: float
+    kernel_share: float
     host_us: float
+    h2d_bytes: float
     peak_gib: float
     warmup_s: float
-    num_graphs: int
+    num_graphs: float
+    attention: str
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Rows that all begin together: `rows` prompts of one length, each to the same new length."""
-
-    model: nn.Module
-    rows: int
-    prompt_tokens: int
-    new_tokens: int
-    bandwidth: float
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        """Token ids, different in each row."""
-        config: Any = self.model.config
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.rows, self.prompt_tokens)
-        ids: list[list[int]] = torch.randint(
-            config.vocab_size, shape, generator=generator
-        ).tolist()  # SYNC: a CPU tensor
-        return ids
-
-    def floor_ms(self, kv_token_bytes: int) -> float:
-        """Milliseconds that a decode step's bytes need at the measured bandwidth."""
-        embedding = self.model.get_input_embeddings().weight  # type: ignore[operator]
-        head = self.model.get_output_embeddings().weight  # type: ignore[operator]
-        weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        unread = embedding.nbytes if embedding.data_ptr() != head.data_ptr() else 0
-        mean_context = self.prompt_tokens + self.new_tokens / 2
-        return (weights - unread + self.rows * mean_context * kv_token_bytes) / self.bandwidth * 1e3
-
-
-def build_model(name: str, device: torch.device) -> nn.Module:
-    """A model with random weights: one of `SHAPES`, or a name or folder with a config.
-
-    Raises:
-        ConfigError: No such shape, and no config under that name.
-    """
-    if name in SHAPES:
-        config = AutoConfig.for_model(**{"max_position_embeddings": 40_960, **SHAPES[name]})
-    else:
-        try:
-            config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--model {name}: neither one of {', '.join(SHAPES)} nor a config"
-            ) from error
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-def run_engine(work: Workload, mode: str) -> Measurement:
-    """Time the engine with one slot or two."""
-    num_slots = 2 if mode == "two-slot" else 1
-    config = RolloutConfig(max_rows=work.rows, num_slots=num_slots)
-    with RolloutEngine(work.model, config) as engine:
-
-        def generate(new_tokens: int) -> None:
-            sampling = SamplingParams(max_new_tokens=new_tokens)
-            engine.generate(work.prompts, sampling, same_weights=True)
-
-        with _timing(engine.scheduler, "schedule", "commit") as host:
-            layout = engine.kv_cache.layout
-            kv_token_bytes = layout.page_bytes // layout.page_tokens
-            measured = _measure(mode, work, kv_token_bytes, generate)
-        host_us = sum(host) / len(host) * 2e6  # a step schedules once and commits once
-        return Measurement(**measured, host_us=host_us, num_graphs=engine.graphs.num_captured)
-
-
-def run_generate(work: Workload, mode: str) -> Measurement:
-    """Time transformers' own `generate` on the same prompts."""
-    model: Any = work.model
-    device = next(model.parameters()).device
-    ids = torch.tensor(work.prompts, device=device)
-
-    def generate(new_tokens: int) -> None:
-        lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-        model.generate(ids, do_sample=True, top_k=0, pad_token_id=0, **lengths)
-
-    with RolloutEngine(work.model) as engine:
-        layout = engine.kv_cache.layout
-    kv_token_bytes = layout.page_bytes // layout.page_tokens
-    measured = _measure(mode, work, kv_token_bytes, generate)
-    return Measurement(**measured, host_us=float("nan"), num_graphs=0)
-
-
-MODES: dict[str, Callable[[Workload, str], Measurement]] = {
-    "two-slot": run_engine,
-    "one-slot": run_engine,
-    "generate": run_generate,
+_ROWS = {
+    "total_s": ("whole run, s", "{:.2f}"),
+    "tokens_per_s": ("generated tokens/s", "{:,.0f}"),
+    "prefill_s": ("prefill, s", "{:.2f}"),
+    "step_ms": ("decode step, ms", "{:.2f}"),
+    "floor_ms": ("its bytes need, ms", "{:.2f}"),
+    "floor_share": ("share of that floor", "{:.1%}"),
+    "busy_share": ("device inside a batch", "{:.2%}"),
+    "kernel_share": ("device inside a kernel", "{:.1%}"),
+    "host_us": ("host a step, µs", "{:.0f}"),
+    "h2d_bytes": ("uploaded a step, bytes", "{:,.0f}"),
+    "peak_gib": ("peak memory, GiB", "{:.1f}"),
+    "warmup_s": ("warm-up, s", "{:.1f}"),
+    "num_graphs": ("CUDA graphs", "{:.0f}"),
+    "attention": ("attention", "{}"),
 }
 
 
-def _measure(
-    mode: str, work: Workload, kv_token_bytes: int, generate: Callable[[int], None]
-) -> dict[str, Any]:
+class EngineRun:
+    """The engine at work on a workload.
+
+    Rows end by a token that they do not know beforehand, as rows of a training do: every row may
+    grow to the longest, so that memory and graphs are those of the whole run from the start.
+    """
+
+    def __init__(self, engine: RolloutEngine, work: Workload) -> None:
+        self.engine = engine
+        self._work = work
+        self._host_s = 0.0
+        self._commit, self._schedule = engine.scheduler.commit, engine.scheduler.schedule
+        engine.scheduler.schedule = self._timed(self._schedule)  # type: ignore[method-assign]
+        engine.scheduler.commit = self._ending  # type: ignore[method-assign]
+
+    def generate(self, row_tokens: Sequence[int]) -> None:
+        """Generate so many new tokens in each row."""
+        self._host_s = 0.0
+        self._lengths = np.array(row_tokens)
+        self._settled = np.zeros(len(row_tokens), np.int64)
+        self._first_row: int | None = None
+        sampling = SamplingParams(max_new_tokens=self._work.new_tokens, eos_token_ids=(_EOS,))
+        self.engine.generate(self._work.prompts, sampling, same_weights=True)
+
+    @property
+    def host_us(self) -> float:
+        """Microseconds a step that planning and settling took in the last run."""
+        return self._host_s / self.engine.stats.engine_steps * 1e6
+
+    def _ending(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
+        """Settle, with an end of sequence for each row that has its tokens."""
+        if self._first_row is None:
+            self._first_row = int(batch.rows.min(initial=2**62)) if len(batch.rows) else None
+        rows = batch.rows - (self._first_row or 0)
+        self._settled[rows] += 1
+        ends = self._settled[rows] >= self._lengths[rows]
+        tokens = np.where(ends, _EOS, np.maximum(tokens, _EOS + 1))
+        return self._timed(self._commit)(batch, tokens, scores)
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self._host_s += time.perf_counter() - began
+
+        return timed
+
+
+@contextmanager
+def engine_run(work: Workload, num_slots: int) -> Iterator[EngineRun]:
+    """The engine with one slot or two; no trainer needs memory beside it."""
+    config = RolloutConfig(
+        max_rows=work.rows,
+        max_row_tokens=work.prompt_tokens + work.new_tokens,
+        num_slots=num_slots,
+        kv_bytes=work.kv_bytes,
+        kv_fraction=0.9,
+        fuse_projections=work.fuse_projections,
+    )
+    with RolloutEngine(work.model, config) as engine:
+        yield EngineRun(engine, work)
+
+
+ENGINE_MODES = {"two-slot": 2, "one-slot": 1}
+BASELINES: dict[str, Callable[[Workload], AbstractContextManager[tuple[Generate, str]]]] = {
+    "transformers-cb": baselines.continuous_batching,
+    "trl-cb": baselines.trl_continuous_batching,
+    "generate": baselines.plain_generate,
+}
+MODES = (*ENGINE_MODES, *BASELINES)
+
+
+def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) -> Measurement:
+    """Run one mode; the engine's modes leave a timeline."""
+    began = time.perf_counter()
+    if mode in BASELINES:
+        with BASELINES[mode](work) as (generate, attention):
+            numbers = _time(work, generate, began, lambda: work.new_tokens)
+            share = _kernel_share(work, generate, numbers["step_ms"] / 1e3)
+            return Measurement(**numbers, **_NO_ENGINE, kernel_share=share, attention=attention)
+    with engine_run(work, ENGINE_MODES[mode]) as run:
+        engine = run.engine
+        numbers = _time(work, run.generate, began, lambda: engine.stats.decode_steps)
+        whole, host_us = engine.stats, run.host_us
+        with tracing(engine) as timelines[mode]:
+            run.generate([min(_TRACED, work.new_tokens // 2)] * work.rows)
+        traced, decoding = engine.stats, timelines[mode].decoding()
+        step_s = decoding.span_s("compute") / max(1, len(decoding.on("compute")))
+        return Measurement(
+            **numbers,
+            busy_share=decoding.busy_share("compute"),
+            kernel_share=_kernel_share(work, run.generate, step_s),
+            host_us=host_us,
+            h2d_bytes=_slope(traced, whole),
+            num_graphs=engine.graphs.num_captured,
+            attention="Triton, paged" if torch.cuda.is_available() else "plain torch, paged",
+        )
+
+
+def _slope(short: RolloutStats, long: RolloutStats) -> float:
+    """Bytes a step that the steps upload which one rollout has and the other has not."""
+    steps = long.decode_steps - short.decode_steps
+    return (long.h2d_bytes - short.h2d_bytes) / steps if steps else _NAN
+
+
+def _time(
+    work: Workload, generate: Generate, began: float, num_steps: Callable[[], int]
+) -> dict[str, float]:
     """Time a first run, one of 2 tokens, and the whole one."""
     on_gpu = torch.cuda.is_available()
-    warmup_s = _seconds(lambda: generate(2))
+    short = [_SHORT] * work.rows
+    _seconds(partial(generate, short))
+    first_s = time.perf_counter() - began
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    short_s = _seconds(lambda: generate(2))
-    total_s = _seconds(lambda: generate(work.new_tokens))
-    step_ms = (total_s - short_s) / (work.new_tokens - 2) * 1e3
-    floor_ms = work.floor_ms(kv_token_bytes)
+    prefill_s = _seconds(partial(generate, short))
+    total_s = _seconds(partial(generate, work.row_tokens))
+    steps = num_steps()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else _NAN
+    step_ms = (total_s - prefill_s) / (steps - _SHORT) * 1e3
+    floor_ms = (work.floor_s(steps) - work.floor_s(_SHORT, short)) / (steps - _SHORT) * 1e3
     return {
-        "mode": mode,
         "total_s": total_s,
-        "tokens_per_s": work.rows * work.new_tokens / total_s,
+        "tokens_per_s": sum(work.row_tokens) / total_s,
+        "prefill_s": prefill_s,
         "step_ms": step_ms,
         "floor_ms": floor_ms,
         "floor_share": floor_ms / step_ms,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan"),
-        "warmup_s": warmup_s,
+        "peak_gib": peak,
+        "warmup_s": first_s - prefill_s,
     }
+
+
+def _kernel_share(work: Workload, generate: Generate, step_s: float) -> float:
+    """Share of a decode step in which at least one kernel runs.
+
+    A profiler slows steps down and kernels not, so that the time inside kernels is the profiler's
+    and the time of a step is not.
+    """
+    if not torch.cuda.is_available():
+        return _NAN
+    steps = min(_PROFILED, work.new_tokens) - _SHORT
+    short, long = (_kernels(partial(generate, [n + _SHORT] * work.rows)) for n in (0, steps))
+    # Prefill first, then steps of as many kernels each: the last half of them is steps alone.
+    a_step = (len(long) - len(short)) // steps
+    last = timeline.Timeline(long[-a_step * (steps // 2) :])
+    return last.busy_s("compute") / (steps // 2) / step_s
+
+
+def _kernels(run: Callable[[], None]) -> list[timeline.Interval]:
+    """Every kernel that ran, by start."""
+    with (
+        tempfile.NamedTemporaryFile(suffix=".json") as file,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+    ):
+        _seconds(run)
+        profile.stop()
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    ran = timeline.Timeline()
+    for event in events:
+        if event.get("cat") == "kernel":
+            start, stop = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            ran.intervals.append(timeline.Interval("compute", event["name"], start, stop))
+    return ran.on("compute")
 
 
 def _seconds(run: Callable[[], None]) -> float:
@@ -201,81 +275,77 @@ def _seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-@contextmanager
-def _timing(owner: Any, *names: str) -> Iterator[list[float]]:
-    """Collect the seconds of every call of the named methods."""
-    seconds: list[float] = []
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return call(*args)
-            finally:
-                seconds.append(time.perf_counter() - began)
-
-        return wrapper
-
-    for name in names:
-        setattr(owner, name, timed(getattr(owner, name)))
-    yield seconds
-    for name in names:
-        delattr(owner, name)
-
-
-def main(arguments: list[str]) -> None:
-    """Read the command line, run the modes, print a table and write JSON.
-
-    Raises:
-        ConfigError: An argument that cannot work.
-    """
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rollout bench")
     parser.add_argument("--model", default="qwen3-0.6b", help=f"{', '.join(SHAPES)}, or a config")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=256, help="of the longest row")
+    parser.add_argument("--lengths", default="fixed", choices=LENGTHS)
+    parser.add_argument("--kv-gib", type=float, help="most memory for keys and values")
+    parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
+    parser.add_argument("--fuse-projections", action="store_true", help="see RolloutConfig")
     parser.add_argument("--modes", default="two-slot,one-slot", help=f"of {','.join(MODES)}")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--timeline", type=Path, help="picture of what host and device did")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Read the command line, run the modes, print a table and write what was asked for.
+
+    Raises:
+        ConfigError: An argument that cannot work.
+    """
+    options = _parser().parse_args(arguments)
     modes = options.modes.split(",")
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise ConfigError(f"--modes {unknown[0]}: it must be of {', '.join(MODES)}")
-    if options.new_tokens < 3:
+    if options.new_tokens <= _SHORT:
         raise ConfigError(f"--new-tokens {options.new_tokens}: a step needs at least 3 to be timed")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work = Workload(
-        model=build_model(options.model, device),
+        model=build_model(options.model, device, options.lora_rank),
         rows=options.rows,
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
         bandwidth=copy_bandwidth(device.type, device.type),
+        lengths=options.lengths,
+        kv_bytes=options.kv_gib and int(options.kv_gib * 2**30),
+        fuse_projections=options.fuse_projections,
     )
-    found = [MODES[mode](work, mode) for mode in modes]
-    _report(options.model, work, found)
+    timelines: dict[str, timeline.Timeline] = {}
+    found = {mode: measure(work, mode, timelines) for mode in modes}
+    facts = _facts(arguments, work)
+    Console(width=110).print(_table(facts, found))
     if options.json is not None:
-        options.json.write_text(
-            json.dumps([asdict(measurement) for measurement in found], indent=2)
-        )
+        numbers = {mode: asdict(measurement) for mode, measurement in found.items()}
+        options.json.write_text(json.dumps({**facts, "modes": numbers}, indent=2))
+    if options.timeline is not None and timelines:
+        pictured = {mode: kept.decoding().middle(_PICTURE_S) for mode, kept in timelines.items()}
+        timeline.draw(pictured, options.timeline)
 
 
-def _report(model: str, work: Workload, found: list[Measurement]) -> None:
-    lengths = f"{work.rows} rows, {work.prompt_tokens} + {work.new_tokens} tokens"
-    title = f"{model}, {lengths}, copy {work.bandwidth / 1e12:.2f} TB/s, torch {torch.__version__}"
-    table = Table(title=title)
-    columns = ("mode", "total s", "tok/s", "step ms", "floor ms", "of floor", "host µs", "GiB")
-    for column in (*columns, "warm-up s", "graphs"):
-        table.add_column(column, justify="right")
-    for m in found:
-        table.add_row(
-            m.mode,
-            f"{m.total_s:.2f}",
-            f"{m.tokens_per_s:,.0f}",
-            f"{m.step_ms:.2f}",
-            f"{m.floor_ms:.2f}",
-            f"{m.floor_share:.0%}",
-            f"{m.host_us:.0f}",
-            f"{m.peak_gib:.1f}",
-            f"{m.warmup_s:.1f}",
-            str(m.num_graphs),
-        )
-    Console(width=110).print(table)
+def _facts(arguments: list[str], work: Workload) -> dict[str, str]:
+    """What a reader needs in order to measure it again."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "command": f"python -m rollout bench {shlex.join(arguments)}",
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "copy": f"{work.bandwidth / 1e12:.2f} TB/s",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _table(facts: dict[str, str], found: dict[str, Measurement]) -> Table:
+    table = Table(title=facts["command"], caption=", ".join(list(facts.values())[1:4]))
+    table.add_column("")
+    for mode in found:
+        table.add_column(mode, justify="right")
+    for name in (field.name for field in fields(Measurement)):
+        label, form = _ROWS[name]
+        values = [getattr(measurement, name) for measurement in found.values()]
+        table.add_row(label, *("-" if value != value else form.format(value) for value in values))
+    return table

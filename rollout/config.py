@@ -40,12 +40,23 @@ class RolloutConfig:
     num_slots: int = 2
     """IO slots: 2 overlaps host and device, 1 is the synchronous mode."""
 
+    compile_layers: bool | None = None
+    """Compile decoder layers, which takes seconds, once. `None`: on a GPU."""
+
     fuse_projections: bool = False
     """Move the weights of q/k/v and of gate/up into one buffer each, when the engine is made, and
     compute each group by one product. Parameters, values and checkpoints stay what they are."""
 
+    entropies: bool = False
+    """Also return the entropy of the distribution that each token was drawn from."""
+
     progress_bar: bool = False
     """Show a `tqdm` bar of finished rows while generating."""
+
+    @property
+    def num_scores(self) -> int:
+        """Numbers that come with each token: its log-probability, and perhaps the entropy."""
+        return 2 if self.entropies else 1
 
     def __new__(cls, **knobs: Any) -> Self:
         """Refuse unknown names with an error that knows the right ones."""
@@ -63,7 +74,9 @@ class RolloutConfig:
             raise ConfigError(f"num_slots={self.num_slots}: 2 overlaps host and device, 1 does not")
         if not is_real(self.kv_fraction) or not 0 < self.kv_fraction <= 1:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: it must be above 0 and at most 1")
-        for name in ("fuse_projections", "progress_bar"):
+        for name in ("fuse_projections", "entropies", "progress_bar"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: it must be True or False")
+        if not isinstance(self.compile_layers, bool | None):
+            raise ConfigError(f"compile_layers={self.compile_layers!r}: True, False or None")

@@ -9,6 +9,7 @@ d2h                      <0         <1
 """
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -80,7 +81,10 @@ class RolloutEngine:
         check_placed(model)
         if self.config.fuse_projections:
             lay_together(base_of(model))
-        self.twin = Twin(model, autocast_dtype)
+        compiled = self.config.compile_layers
+        if compiled is None:
+            compiled = next(model.parameters()).device.type == "cuda"
+        self.twin = Twin(model, autocast_dtype, compiled=compiled)
         self.max_row_tokens = self.config.max_row_tokens or self.twin.max_positions
         max_row_pages = pages_for(self.max_row_tokens, self.config.page_tokens)
         self._device = device = self.twin.device
@@ -94,10 +98,13 @@ class RolloutEngine:
             max_rows=max_rows,
             max_row_pages=max_row_pages,
             prefill_tokens=self.config.prefill_tokens,
+            num_scores=self.config.num_scores,
             device=device,
         )
-        forward = Forward(self.twin, self.kv_cache, Lanes.empty(max_rows, max_row_pages, device))
+        lanes = Lanes.empty(max_rows, max_row_pages, device)
+        forward = Forward(self.twin, self.kv_cache, lanes, self.config.num_scores)
         self.graphs = GraphCache(forward, self.streams, max_rows, device)
+        self._compiled_builds = 0
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -200,11 +207,12 @@ class RolloutEngine:
                 slot.upload()  # h2d stream -> slot.uploaded
                 self.graphs.run(slot)  # compute stream -> slot.computed
                 slot.download()  # d2h stream -> slot.downloaded
-                self.stats.launched(len(batch.rows), self.scheduler.pages.num_used)
+                num_pages = self.scheduler.pages.num_used
+                self.stats.launched(len(batch.rows), num_pages, slot.staged_bytes)
             if previous.batch is None:
                 return []
-            tokens, logprobs = previous.wait()  # SYNC: the only host wait in a step
-            completions = self.scheduler.commit(previous.release(), tokens, logprobs)
+            tokens, scores = previous.wait()  # SYNC: the only host wait in a step
+            completions = self.scheduler.commit(previous.release(), tokens, scores)
             return self._settled(completions)
         except BaseException as error:
             self._give_up(error)
@@ -302,9 +310,25 @@ class RolloutEngine:
 
     def _prepare_graphs(self) -> None:
         """Have a graph for whatever the rows at hand can need, over memory as it lies now."""
+        began = time.perf_counter()
+        self._compile()
         num_rows, longest = self.scheduler.largest_batch()
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
         self.graphs.prepare(num_rows, longest, addresses)
+        self.stats.warmup_s += time.perf_counter() - began
+
+    def _compile(self) -> None:
+        """Compile the twin's layers before a row is served, or run them as they are."""
+        if not self.twin.compiled or self._compiled_builds == self.twin.num_builds:
+            return
+        try:
+            with self.streams.module.stream(self.streams.compute):
+                self.graphs.forward.warm_up()
+        except Exception as error:  # a compiler fails in many ways
+            if _is_out_of_memory(error):
+                raise
+            self.twin.stop_compiling(error)
+        self._compiled_builds = self.twin.num_builds
 
     def _grow(self, limits: Limits, *, keep: bool) -> None:
         """Have as many KV pages as the rows at hand can need, within the limit."""

@@ -82,16 +82,27 @@ class Forward:
         model: The twin.
         kv_cache: Pages that the model's attention reads and writes.
         lanes: State of the running rows.
+        num_scores: 1 for the log-probability of each token, 2 for the entropy as well.
     """
 
-    def __init__(self, model: LanguageModel, kv_cache: KVCache, lanes: Lanes) -> None:
+    def __init__(
+        self, model: LanguageModel, kv_cache: KVCache, lanes: Lanes, num_scores: int = 1
+    ) -> None:
         self.lanes = lanes
+        self.num_scores = num_scores
         self._model = model
         self._kv_cache = kv_cache
 
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Run padding rows, so that whatever is compiled on first use is."""
+        lanes = torch.full_like(self.lanes.positions_L[:1], self.lanes.trash_lane)
+        self.decode(lanes.expand(2).contiguous(), 1)
+
     def prefill(self, slot: IOSlot, segments: Sequence[Segment]) -> None:
         """Write the KV of prompt tokens. Nothing is sampled, so no row's logits are computed."""
-        lanes_T, positions_T, tokens_T = slot.prefill.value.T.contiguous()
+        # Tensors of their own, as in decode: a compiler tells views of different bases apart.
+        lanes_T, positions_T, tokens_T = (x.contiguous() for x in slot.prefill.value.unbind(1))
         paged = PagedAttention(
             kv_cache=self._kv_cache,
             block_table_LP=self.lanes.block_table_LP,
@@ -110,7 +121,7 @@ class Forward:
             max_context: No row's context is longer, the new token included.
 
         Returns:
-            Token ids, int64, and log-probabilities, float32, each `(R,)`.
+            Token ids, int64, `(R,)`, and scores, float32, `(R, num_scores)`.
         """
         state = self.lanes
         # The carry-over: the newest token of a row that ran in the batch before is read here,
@@ -126,8 +137,9 @@ class Forward:
         rows = torch.arange(len(lanes_R), device=lanes_R.device)
         logits_RV = self._model.logits(tokens_R, positions_R, rows, paged)
         temperatures_R, seeds_R = state.temperatures_L[lanes_R], state.seeds_L[lanes_R]
-        sampled_R, logprobs_R = sample(logits_RV, temperatures_R, seeds_R, positions_R + 1)
+        how = temperatures_R, seeds_R, positions_R + 1
+        sampled_R, scores_RS = sample(logits_RV, *how, self.num_scores)
         state.tokens_L[lanes_R] = sampled_R
         # ORDER: the trash lane's position stays 0, so padding writes to the trash page alone
         state.positions_L[lanes_R] = positions_R + (lanes_R != state.trash_lane)
-        return sampled_R, logprobs_R
+        return sampled_R, scores_RS

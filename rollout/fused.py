@@ -4,8 +4,7 @@ Weights that lie next to each other in memory are read by one product, without a
 keeps its parameters; `lay_together` only moves their storage into one buffer a group.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,58 +14,31 @@ from torch.nn.functional import linear
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-@torch.no_grad()
-def lay_together(base: nn.Module) -> int:
-    """Move the weights of each group into one buffer; parameters, values and names stay.
+class FusedLinear(nn.Linear):
+    """A linear layer of a group, which takes its part of the group's one product.
 
-    To be called before an optimizer or a wrapper has looked at where parameters lie.
-
-    Args:
-        base: The trainer's model, changed in place.
-
-    Returns:
-        Groups that were moved. Layers with adapters, unequal dtypes or quantised weights are no
-        group.
+    Attributes:
+        product: The group's.
+        index: Place of this layer in the group.
     """
-    groups = list(_groups(base))
-    for layers in groups:
-        for kind in ("weight", "bias"):
-            parameters = [getattr(layer, kind) for layer in layers]
-            if parameters[0] is not None:
-                buffer = torch.cat([parameter.data for parameter in parameters])
-                sizes = [len(parameter) for parameter in parameters]
-                for parameter, part in zip(parameters, buffer.split(sizes), strict=True):
-                    # ALIAS: the group's parameters share one buffer from now on
-                    parameter.data = part
-    return len(groups)
 
+    product: "_Product"
+    index: int
 
-def fuse(base: nn.Module) -> int:
-    """Let the twin compute each group whose weights lie together by one product.
-
-    Args:
-        base: The twin's tree, bound to its weights; each layer's own `forward` is replaced.
-
-    Returns:
-        Groups that are one product.
-    """
-    fused = 0
-    for layers in _groups(base):
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        if _lie_together(weights) and (biases[0] is None or _lie_together(biases)):
-            product = _Product(_join(weights), None if biases[0] is None else _join(biases), layers)
-            for index, layer in enumerate(layers):
-                layer.forward = partial(product.output, index)  # type: ignore[method-assign]
-            fused += 1
-    return fused
+    def forward(self, input: Tensor) -> Tensor:
+        """`linear(input, self.weight, self.bias)`."""
+        return self.product.output(self.index, input)
 
 
 class _Product:
     """One product for several layers; the first that is called computes for all."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, layers: Sequence[nn.Linear]) -> None:
-        # ALIAS: views of what the optimizer writes
-        self._weight, self._bias = weight, bias
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        first = layers[0].weight.detach()
+        shape = (sum(layer.out_features for layer in layers), *first.shape[1:])
+        # ALIAS: one view of what the optimizer writes
+        self._weight = nn.Parameter(first.as_strided(shape, first.stride()), requires_grad=False)
+        self._biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         self._sizes = [layer.out_features for layer in layers]
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
@@ -74,7 +46,8 @@ class _Product:
     def output(self, index: int, states: Tensor) -> Tensor:
         """What one layer makes of `states`; the last one called lets the results go."""
         if states is not self._input:
-            joined = linear(states, self._weight, self._bias)
+            bias = torch.cat(self._biases) if self._biases else None
+            joined = linear(states, self._weight, bias)
             self._input, self._outputs = states, joined.split(self._sizes, dim=-1)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
@@ -82,12 +55,61 @@ class _Product:
         return output
 
 
+@torch.no_grad()
+def lay_together(base: nn.Module, among: Collection[nn.Module] | None = None) -> int:
+    """Move the weights of each group into one buffer; parameters, values and names stay.
+
+    To be called before an optimizer or a wrapper has looked at where parameters lie.
+
+    Args:
+        base: The trainer's model, changed in place.
+        among: Layers that may be moved. `None`: all.
+
+    Returns:
+        Groups that were moved. Layers with adapters, unequal dtypes or quantised weights are no
+        group.
+    """
+    groups = [
+        layers
+        for layers in _groups(base)
+        if not _lie_together(layers) and (among is None or all(layer in among for layer in layers))
+    ]
+    for layers in groups:
+        buffer = torch.cat([layer.weight.data for layer in layers])
+        parts = buffer.split([layer.out_features for layer in layers])
+        for layer, part in zip(layers, parts, strict=True):
+            # ALIAS: the group's weights share one buffer from now on
+            layer.weight.data = part
+    return len(groups)
+
+
+def fuse(base: nn.Module) -> int:
+    """Let the twin compute each group whose weights lie together by one product.
+
+    Args:
+        base: The twin's tree, bound to its weights.
+
+    Returns:
+        Groups that are one product.
+    """
+    fused = 0
+    for layers in _groups(base):
+        together = _lie_together(layers)
+        fused += together
+        product = _Product(layers) if together else None
+        for index, layer in enumerate(layers):
+            layer.__class__ = FusedLinear if together else nn.Linear
+            layer.product, layer.index = product, index  # type: ignore[assignment]
+    return fused
+
+
 def _groups(base: nn.Module) -> Iterator[list[nn.Linear]]:
     """Plain linear layers of one input, dtype and device, all with a bias or all without."""
     for module in base.modules():
         for names in _GROUPS:
             found = (getattr(module, name, None) for name in names)
-            layers = [layer for layer in found if type(layer) is nn.Linear]
+            # Not every subclass: adapters and quantised layers compute something else.
+            layers: list[nn.Linear] = [x for x in found if type(x) in (nn.Linear, FusedLinear)]  # type: ignore[misc]
             kinds = {
                 (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
                 for layer in layers
@@ -96,15 +118,10 @@ def _groups(base: nn.Module) -> Iterator[list[nn.Linear]]:
                 yield layers
 
 
-def _lie_together(tensors: Sequence[Tensor]) -> bool:
-    """Whether each begins where the one before ends, in one piece of memory."""
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors[:-1]]
-    starts = [tensor.data_ptr() for tensor in tensors[1:]]
-    return len(storages) == 1 and ends == starts and all(t.is_contiguous() for t in tensors)
-
-
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """One view over tensors that lie together."""
-    first = tensors[0].detach()
-    return first.as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
+def _lie_together(layers: Sequence[nn.Linear]) -> bool:
+    """Whether each weight begins where the one before ends, in one piece of memory."""
+    weights = [layer.weight for layer in layers]
+    storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights[:-1]]
+    starts = [weight.data_ptr() for weight in weights[1:]]
+    return len(storages) == 1 and ends == starts and all(w.is_contiguous() for w in weights)

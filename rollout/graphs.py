@@ -50,7 +50,7 @@ class GraphCache:
         # ALIAS: what the graphs read and write; fixed for their lifetime
         self._lanes = torch.full((max_rows,), trash_lane, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        self._scores = torch.zeros((max_rows, forward.num_scores), device=device)
 
     @property
     def num_captured(self) -> int:
@@ -102,13 +102,13 @@ class GraphCache:
             self.num_eager += self._on_gpu
             self._step(size, context)
         slot.tokens[:num_rows].copy_(self._tokens[:num_rows])
-        slot.logprobs[:num_rows].copy_(self._logprobs[:num_rows])
+        slot.scores[:num_rows].copy_(self._scores[:num_rows])
 
     def _step(self, size: int, context: int) -> None:
         """What is captured."""
-        tokens, logprobs = self.forward.decode(self._lanes[:size], context)
+        tokens, scores = self.forward.decode(self._lanes[:size], context)
         self._tokens[:size].copy_(tokens)
-        self._logprobs[:size].copy_(logprobs)
+        self._scores[:size].copy_(scores)
 
     @torch.no_grad()
     def _capture(self, key: tuple[int, int]) -> None:

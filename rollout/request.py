@@ -154,6 +154,8 @@ class Completion:
             vocabulary.
         finish_reason: Why it ended.
         policy_version: Weights that generated its last token.
+        entropies: Entropy, in nats, of the distribution that each token was drawn from;
+            `None` unless `RolloutConfig(entropies=True)`.
     """
 
     row: int
@@ -161,3 +163,4 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     policy_version: int
+    entropies: list[float] | None = None

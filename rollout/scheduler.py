@@ -26,6 +26,7 @@ from rollout.request import (
 )
 
 NO_ROW = NO_TOKEN = -1
+_NO_PAGES = np.empty((0, 3), np.int64)
 
 
 @dataclass
@@ -69,8 +70,9 @@ class Scheduler:
         self._num_pages = np.zeros(num_lanes, np.int64)
         self._num_reserved = np.zeros(num_lanes, np.int64)
         self._block_table = np.zeros((num_lanes, self._max_row_pages), np.int64)
-        self._tokens = np.zeros((num_lanes, 0), np.int64)
-        self._logprobs = np.zeros((num_lanes, 0), np.float32)
+        # By position, then lane: what one step writes lies together.
+        self._tokens = np.zeros((0, num_lanes), np.int64)
+        self._scores = np.zeros((0, num_lanes, self._config.num_scores), np.float32)
 
     @property
     def num_live(self) -> int:
@@ -114,11 +116,11 @@ class Scheduler:
         admission, new_pages = self._admit()
         segments = self._take_segments()
         # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS overruns
-        lanes = np.flatnonzero(self._ready & (self._num_launched < self._max_new))
+        (lanes,) = (self._ready & (self._num_launched < self._max_new)).nonzero()
         if not segments and len(lanes) == 0:
             assert self.num_live or not self._waiting, "rows wait for pages that nobody gives back"
             return None
-        new_pages.append(self._extend_tables(lanes))
+        grown = self._extend_tables(lanes)
         max_context = int(self._position[lanes].max(initial=0)) + 1
         self._position[lanes] += 1
         self._num_launched[lanes] += 1
@@ -129,33 +131,35 @@ class Scheduler:
             max_context=max_context,
             admission=admission,
             segments=segments,
-            new_pages=np.concatenate(new_pages),
+            new_pages=np.concatenate([*new_pages, grown]) if new_pages else grown,
         )
 
-    def commit(self, batch: Batch, tokens: Ints, logprobs: Floats) -> list[Completion]:
+    def commit(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
         """Settle a finished batch: record each row's token, and end the rows that are done.
 
         Args:
             batch: The batch as it was launched.
             tokens: Sampled token of each of `batch.rows`, `(rows,)`.
-            logprobs: Its log-probability, `(rows,)`.
+            scores: Its log-probability, and the entropy if asked for, `(rows, 1 or 2)`.
 
         Raises:
             RolloutError: A log-probability is not finite.
         """
         # ORDER: the batch says whose token this is; a lane that has since been freed or given
         # to another row shows an overrun, whose token is dropped
-        alive = self._row[batch.lanes] == batch.rows
-        lanes, tokens, logprobs = batch.lanes[alive], tokens[alive], logprobs[alive]
-        if not np.isfinite(logprobs).all():
+        lanes = batch.lanes
+        alive = self._row[lanes] == batch.rows
+        if not alive.all():
+            lanes, tokens, scores = lanes[alive], tokens[alive], scores[alive]
+        if not np.isfinite(scores).all():
             raise RolloutError(
-                f"log-probability {logprobs[~np.isfinite(logprobs)][0]} of a sampled token: the "
+                f"log-probability {scores[~np.isfinite(scores)][0]} of a sampled token: the "
                 "model's logits are not finite; look at the loss and the gradient norm"
             )
         settled = self._num_settled[lanes]
-        self._tokens[lanes, settled] = tokens
-        self._logprobs[lanes, settled] = logprobs
-        self._num_settled[lanes] += 1
+        self._tokens[settled, lanes] = tokens
+        self._scores[settled, lanes] = scores
+        self._num_settled[lanes] = settled + 1
         stop = (self._eos[lanes] == tokens[:, None]).any(axis=1)
         done = stop | (settled + 1 == self._max_new[lanes])
         return [
@@ -171,7 +175,7 @@ class Scheduler:
 
     def _admit(self) -> tuple[Admission, list[Ints]]:
         """Give waiting rows the free lanes, as long as their pages can be promised."""
-        admission, new_pages = Admission(), [np.empty((0, 3), np.int64)]
+        admission, new_pages = Admission(), list[Ints]()
         while self._waiting and self._free_lanes:
             row, request = self._waiting[0]
             num_reserved = self.row_pages(request)
@@ -196,11 +200,11 @@ class Scheduler:
         self._num_launched[lane] = self._num_settled[lane] = 0
         self._max_new[lane] = sampling.max_new_tokens
         self._num_reserved[lane] = num_reserved
-        self._eos = _widen(self._eos, len(sampling.eos_token_ids), NO_TOKEN)
+        self._eos = _extend(self._eos.T, len(sampling.eos_token_ids), NO_TOKEN).T
         self._eos[lane] = NO_TOKEN
         self._eos[lane, : len(sampling.eos_token_ids)] = sampling.eos_token_ids
-        self._tokens = _widen(self._tokens, sampling.max_new_tokens, 0)
-        self._logprobs = _widen(self._logprobs, sampling.max_new_tokens, 0)
+        self._tokens = _extend(self._tokens, sampling.max_new_tokens, 0)
+        self._scores = _extend(self._scores, sampling.max_new_tokens, 0)
         # Prefill covers all but the last prompt token, which the first decode step feeds. So
         # prefill needs no logits, no sampling and no download.
         self._ready[lane] = len(request.prompt) == 1
@@ -227,6 +231,8 @@ class Scheduler:
         """Give a page to each lane whose next token starts one. Returns `(pages, 3)`."""
         wanted = self._position[lanes] // self._config.page_tokens
         growing = lanes[wanted >= self._num_pages[lanes]]
+        if not len(growing):
+            return _NO_PAGES
         pages = self.pages.allocate(len(growing))
         index = self._num_pages[growing]
         self._block_table[growing, index] = pages
@@ -247,12 +253,14 @@ class Scheduler:
         An overrun of this row may be on the device now and write into those pages.
         """
         count = self._num_settled[lane]
+        scores = self._scores[:count, lane].T.tolist()
         completion = Completion(
             row=int(self._row[lane]),
-            token_ids=self._tokens[lane, :count].tolist(),
-            logprobs=self._logprobs[lane, :count].tolist(),
+            token_ids=self._tokens[:count, lane].tolist(),
+            logprobs=scores[0],
             finish_reason=reason,
             policy_version=batch.policy_version,
+            entropies=scores[1] if self._config.entropies else None,
         )
         # ORDER: lanes and pages are touched on the compute stream alone, so whatever reuses
         # them is launched behind the overrun
@@ -265,12 +273,13 @@ class Scheduler:
         return completion
 
 
-def _widen(array: NDArray[Any], width: int, fill: int) -> NDArray[Any]:
-    """`array` with at least `width` columns, the new ones holding `fill`.
+def _extend(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
+    """`array` with at least `length` rows, the new ones holding `fill`.
 
-    Columns at least double, so that rows of ever longer limits cost no copy each.
+    Rows at least double, so that rollouts of ever longer limits cost no copy each.
     """
-    if width <= array.shape[1]:
+    if length <= len(array):
         return array
-    missing = max(width, 2 * array.shape[1]) - array.shape[1]
-    return np.pad(array, ((0, 0), (0, missing)), constant_values=fill)
+    missing = max(length, 2 * len(array)) - len(array)
+    widths = ((0, missing), *((0, 0) for _ in array.shape[1:]))
+    return np.pad(array, widths, constant_values=fill)

@@ -4,7 +4,7 @@ The engine's docstring draws what runs beside what. On a CPU, torch's streams an
 nothing, and every call below is done when it returns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.request import Batch, Floats, Ints
+from rollout.request import Admission, Batch, Floats, Ints, Segment
 
 
 class Streams:
@@ -67,6 +67,11 @@ class Staged:
         self._array: NDArray[Any] = self._host.numpy()
         self.length = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were staged."""
+        return self._array[: self.length].nbytes
+
     def stage(self, values: Any) -> None:
         """Copy `values`, of any length up to the buffer's, into the host buffer."""
         self.length = len(values)
@@ -93,6 +98,7 @@ class IOSlot:
         max_rows: Rows that may decode in one batch.
         max_row_pages: Pages of the longest row.
         prefill_tokens: Prompt tokens that may be prefilled in one batch.
+        num_scores: Numbers that come with each token.
         device: Where the model lives.
     """
 
@@ -103,6 +109,7 @@ class IOSlot:
         max_rows: int,
         max_row_pages: int,
         prefill_tokens: int,
+        num_scores: int,
         device: torch.device,
     ) -> None:
         def ints(*shape: int) -> Staged:
@@ -115,46 +122,60 @@ class IOSlot:
         self.temperatures = Staged((max_rows,), torch.float32, device)
         self.prefill = ints(prefill_tokens, 3)
         self.runs = ints(max_rows, 4)
+        self._staged = (
+            self.lanes,
+            self.new_pages,
+            self.admitted,
+            self.temperatures,
+            self.prefill,
+            self.runs,
+        )
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        self.scores = torch.zeros((max_rows, num_scores), device=device)
         pinned = device.type == "cuda"
         self._host_tokens = torch.zeros(max_rows, dtype=torch.int64, pin_memory=pinned)
-        self._host_logprobs = torch.zeros(max_rows, dtype=torch.float32, pin_memory=pinned)
+        self._host_scores = torch.zeros((max_rows, num_scores), pin_memory=pinned)
         # ALIAS: NumPy reads the pinned tensors
-        self._read: tuple[Ints, Floats] = self._host_tokens.numpy(), self._host_logprobs.numpy()
+        self._read: tuple[Ints, Floats] = self._host_tokens.numpy(), self._host_scores.numpy()
         self._streams = streams
         events = (streams.module.Event() for _ in range(3))
         self.uploaded, self.computed, self.downloaded = events
 
     def stage(self, batch: Batch) -> None:
         """Fill the host buffers. Nothing on the device reads them: the slot has been settled."""
-        admission, segments = batch.admission, batch.segments
         self.batch = batch
         self.lanes.stage(batch.lanes)
         self.new_pages.stage(batch.new_pages)
+        self._stage_admission(batch.admission)
+        self._stage_prefill(batch.segments)
+
+    def _stage_admission(self, admission: Admission) -> None:
         state = (admission.lanes, admission.tokens, admission.positions, admission.seeds)
         self.admitted.stage(np.array(state, np.int64).T)
         self.temperatures.stage(admission.temperatures)
+
+    def _stage_prefill(self, segments: Sequence[Segment]) -> None:
+        self.runs.length = self.prefill.length = 0
+        if not segments:
+            return
         counts = np.array([len(segment.tokens) for segment in segments], np.int64)
         lanes = np.array([segment.lane for segment in segments], np.int64)
         firsts = np.array([segment.start for segment in segments], np.int64)
         starts = counts.cumsum() - counts
         self.runs.stage(np.stack([lanes, starts, counts, firsts], axis=1))
         positions = np.arange(counts.sum()) + (firsts - starts).repeat(counts)
-        tokens = np.concatenate([np.empty(0, np.int64), *(s.tokens for s in segments)])
+        tokens = np.concatenate([segment.tokens for segment in segments])
         self.prefill.stage(np.stack([lanes.repeat(counts), positions, tokens], axis=1))
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that travel to the device for this batch."""
+        return sum(staged.num_bytes for staged in self._staged)
 
     def upload(self) -> None:
         """Queue the copies to the device on the H2D stream."""
         with self._streams.module.stream(self._streams.h2d):
-            for staged in (
-                self.lanes,
-                self.new_pages,
-                self.admitted,
-                self.temperatures,
-                self.prefill,
-                self.runs,
-            ):
+            for staged in self._staged:
                 staged.upload()
             self.uploaded.record(self._streams.h2d)
 
@@ -168,26 +189,26 @@ class IOSlot:
             self.computed.record(self._streams.compute)
 
     def download(self) -> None:
-        """Queue the copies of tokens and log-probabilities on the D2H stream."""
+        """Queue the copies of tokens and scores on the D2H stream."""
         assert self.batch is not None
         count = len(self.batch.lanes)
         with self._streams.module.stream(self._streams.d2h):
             # ORDER: D2H reads what the batch's last kernel writes
             self.computed.wait(self._streams.d2h)
             self._host_tokens[:count].copy_(self.tokens[:count], non_blocking=True)
-            self._host_logprobs[:count].copy_(self.logprobs[:count], non_blocking=True)
+            self._host_scores[:count].copy_(self.scores[:count], non_blocking=True)
             self.downloaded.record(self._streams.d2h)
 
     def wait(self) -> tuple[Ints, Floats]:
-        """Wait for this slot's tokens and log-probabilities, each `(rows,)`.
+        """Wait for this slot's tokens, `(rows,)`, and their scores, `(rows, num_scores)`.
 
         The arrays are the slot's own and hold until it is staged again.
         """
         assert self.batch is not None
         count = len(self.batch.lanes)
         self.downloaded.synchronize()  # SYNC: the only host wait in a step
-        tokens, logprobs = self._read
-        return tokens[:count], logprobs[:count]
+        tokens, scores = self._read
+        return tokens[:count], scores[:count]
 
     def release(self) -> Batch:
         """Empty the slot and return the batch it held."""
@@ -202,26 +223,26 @@ class SlotPair:
     Args:
         num_slots: 2, or 1 for the synchronous mode.
         streams: The engine's streams.
-        sizes: `max_rows`, `max_row_pages`, `prefill_tokens` and `device` of each slot.
+        sizes: `max_rows`, `max_row_pages`, `prefill_tokens`, ... of each slot.
     """
 
     def __init__(self, num_slots: int, streams: Streams, **sizes: Any) -> None:
         self._streams = streams
-        self._slots = [IOSlot(streams, **sizes) for _ in range(num_slots)]
+        self.slots = [IOSlot(streams, **sizes) for _ in range(num_slots)]
         self._turn = 0
 
     @property
     def in_flight(self) -> bool:
         """Whether a batch has been launched and not settled."""
-        return any(slot.batch is not None for slot in self._slots)
+        return any(slot.batch is not None for slot in self.slots)
 
     def flip(self) -> tuple[IOSlot, IOSlot]:
         """The slot to launch from now, and the one to settle after."""
-        self._turn = (self._turn + 1) % len(self._slots)
-        return self._slots[self._turn], self._slots[self._turn - 1]
+        self._turn = (self._turn + 1) % len(self.slots)
+        return self.slots[self._turn], self.slots[self._turn - 1]
 
     def drain(self) -> None:
         """Wait for whatever is in flight, and forget it."""
         self._streams.wait()
-        for slot in self._slots:
+        for slot in self.slots:
             slot.batch = None

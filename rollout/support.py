@@ -78,8 +78,6 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "it takes images or audio; load its text model alone (AutoModelForCausalLM)"
     yield from _attention_reasons(config)
     yield from _rope_reasons(config)
-    if any(name.rpartition(".")[2] == "sinks" for name, _ in base.named_parameters()):
-        yield "its attention has sinks, which paged attention does not know yet"
     if any(peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()):
         yield "prompt-learning PEFT puts virtual tokens into the KV cache; use LoRA"
     if not getattr(base, "_supports_attention_backend", False):

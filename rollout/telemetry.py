@@ -15,6 +15,8 @@ class RolloutStats:
         decode_steps: Those of them in which a row decoded.
         decoded_rows: Rows summed over those steps.
         peak_pages: Most KV pages held at once.
+        h2d_bytes: Bytes uploaded.
+        warmup_s: Seconds of compiling and capturing before its first step.
         duration_s: Seconds since it began.
     """
 
@@ -24,15 +26,21 @@ class RolloutStats:
     decode_steps: int = 0
     decoded_rows: int = 0
     peak_pages: int = 0
+    h2d_bytes: int = 0
+    warmup_s: float = 0.0
     duration_s: float = 0.0
     _began: float = field(default_factory=time.perf_counter, repr=False)
 
-    def launched(self, num_rows: int, num_pages: int) -> None:
-        """Record a batch of `num_rows` decoding rows while rows hold `num_pages` pages."""
+    def launched(self, num_rows: int, num_pages: int, num_bytes: int) -> None:
+        """Record a batch of `num_rows` decoding rows while rows hold `num_pages` pages.
+
+        `num_bytes` were uploaded for it.
+        """
         self.engine_steps += 1
         self.decode_steps += num_rows > 0
         self.decoded_rows += num_rows
         self.peak_pages = max(self.peak_pages, num_pages)
+        self.h2d_bytes += num_bytes
 
     def settled(self, num_tokens: int) -> None:
         """Record that the rows of one engine step ended with `num_tokens` tokens in all."""

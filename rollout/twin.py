@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.attention import PAGED_ATTENTION, PagedAttention
-from rollout.fused import fuse
+from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
+from rollout.compiled import compile_layers
+from rollout.fused import fuse, lay_together
 from rollout.kv_cache import KVLayout
 from rollout.support import base_of, check_placed
 
@@ -28,15 +29,24 @@ class Twin:
             run, never changed.
         autocast_dtype: The dtype of the autocast that the trainer's forward runs under, or
             `None`. The twin runs under the same, so that it rounds alike.
+        compiled: Compile decoder layers, on first use.
 
     Attributes:
+        compiled: Whether decoder layers are.
         num_builds: How often the tree was copied: once, and after each change of adapters.
         num_fused: Groups of layers that one product computes; see `fused`.
     """
 
-    def __init__(self, model: nn.Module, autocast_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        autocast_dtype: torch.dtype | None = None,
+        *,
+        compiled: bool = False,
+    ) -> None:
         self._live = model
         self._autocast_dtype = autocast_dtype
+        self.compiled = compiled
         self._announced = False
         self.num_builds = 0
         self._rebuild()
@@ -101,6 +111,14 @@ class Twin:
         self._cast()
         self.num_fused = fuse(self._base)
 
+    def stop_compiling(self, reason: Exception) -> None:
+        """Run the layers as they are from now on, and say so."""
+        text = "decoder layers cannot be compiled and run as they are, more slowly: %s"
+        logger.warning(text, str(reason).strip().partition("\n")[0])
+        self.compiled = False
+        self._rebuild()
+        self.refresh()
+
     def logits(
         self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged: PagedAttention
     ) -> Tensor:
@@ -115,7 +133,7 @@ class Twin:
         Returns:
             `(rows, vocab)`.
         """
-        with self.autocast():
+        with self.autocast(), paged.active():
             # Through the class: a forward set on the instance belongs to the trainer.
             output = type(self._base).forward(
                 self._base,
@@ -123,7 +141,6 @@ class Twin:
                 position_ids=positions_T[None],
                 use_cache=False,
                 logits_to_keep=rows,
-                paged=paged,
             )
         return output.logits[0]
 
@@ -137,7 +154,7 @@ class Twin:
         live = base_of(self._live)
         self.num_builds += 1
         self._fingerprint = _fingerprint(live)
-        self._shadow: dict[str, Tensor] = {}
+        self._shadow: dict[str, nn.Parameter] = {}
         memo: dict[int, Any] = {id(p): _alias(p) for p in live.parameters()}
         self._base = copy.deepcopy(live, memo).eval()
         for module in self._base.modules():
@@ -152,6 +169,9 @@ class Twin:
         if self.device.type == "cuda" and config.dtype == torch.bfloat16:
             # The one way through a Mixture of Experts that waits for nothing on the host.
             config._experts_implementation = "grouped_mm"
+        number_layers(self._base)
+        if self.compiled:
+            compile_layers(self._base)
 
     @torch.no_grad()
     def _bind(self) -> None:
@@ -176,12 +196,17 @@ class Twin:
 
         Everything else stays aliased, which gives exactly the trainer's numbers.
         """
-        for name, module in self._to_shadow():
-            weight = self._shadow.get(name)
-            if weight is None:
-                weight = torch.empty_like(module.weight, dtype=self._autocast_dtype)
-            self._shadow[name] = weight.copy_(module.weight)
-            module.weight = nn.Parameter(weight, requires_grad=False)
+        linears = [(name, module, module.weight) for name, module in self._to_shadow()]
+        missing = [module for name, module, _ in linears if name not in self._shadow]
+        for name, module, weight in linears:
+            if name not in self._shadow:
+                cast = torch.empty_like(weight, dtype=self._autocast_dtype)
+                self._shadow[name] = nn.Parameter(cast, requires_grad=False)
+            module.weight = self._shadow[name]
+        if missing:
+            lay_together(self._base, among=missing)
+        for name, _, weight in linears:
+            self._shadow[name].copy_(weight)
         self._announce()
 
     def _to_shadow(self) -> Iterator[tuple[str, nn.Linear]]:

@@ -61,7 +61,7 @@ def with_lagging_device(engine: RolloutEngine) -> RolloutEngine:
 
     run = engine.graphs.run
     engine.graphs.run = lambda slot: queue.append((slot, partial(run, slot)))
-    for slot in engine.slots._slots:
+    for slot in engine.slots.slots:
         slot.upload, slot.download = later(slot.upload, slot), later(slot.download, slot)
         slot.wait = partial(waiting, slot, slot.wait)
     return engine

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout.attention import PagedAttention, paged_attention_forward
+from rollout.attention import PagedAttention, number_layers, paged_attention_forward
 from rollout.errors import UnsupportedModel
 from rollout.kv_cache import KVCache, KVLayout
 from rollout.request import Segment
@@ -17,6 +17,7 @@ HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
 def layer() -> nn.Module:
     module = nn.Module()
     module.layer_idx = 1
+    number_layers(module)
     return module
 
 
@@ -64,9 +65,10 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
         packed = [torch.cat([x[r][:, a:b] for r, a, b in spans], 1)[None] for x in (q, k, v)]
         longest = int(positions.max()) + 1
         paged = PagedAttention(cache, tables, lanes, positions, longest, segments)
-        output, _ = paged_attention_forward(
-            layer(), *packed, None, paged=paged, scaling=0.3, sliding_window=window, softcap=softcap
-        )
+        with paged.active():
+            output, _ = paged_attention_forward(
+                layer(), *packed, None, scaling=0.3, sliding_window=window, softcap=softcap
+            )
         return output[0]
 
     def check(spans, output):
@@ -90,9 +92,7 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
 
 def test_what_paged_attention_does_not_know_is_refused_by_name():
     states = torch.randn(1, HEADS, 1, DIM)
-    with pytest.raises(UnsupportedModel, match=r"Module passes \['s_aux'\]"):
-        paged_attention_forward(
-            layer(), states, states, states, None, paged=None, s_aux=torch.ones(HEADS)
-        )
+    with pytest.raises(UnsupportedModel, match=r"Module passes \['head_mask'\]"):
+        paged_attention_forward(layer(), states, states, states, None, head_mask=torch.ones(HEADS))
     with pytest.raises(UnsupportedModel, match="attention_mask"):
-        paged_attention_forward(layer(), states, states, states, torch.ones(1), paged=None)
+        paged_attention_forward(layer(), states, states, states, torch.ones(1))

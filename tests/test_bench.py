@@ -1,40 +1,80 @@
 """`python -m rollout bench` at toy size."""
 
 import json
+import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tiny
 
-from rollout import ConfigError, bench
+from rollout import ConfigError, bench, timeline, workload
 
 
 def test_every_mode_is_timed_on_the_same_rows_and_written_down(tmp_path):
     tiny.build().config.save_pretrained(tmp_path / "model")
     lengths = ["--rows", "4", "--prompt-tokens", "6", "--new-tokens", "8"]
     command = [sys.executable, "-m", "rollout", "bench", "--model", tmp_path / "model", *lengths]
-    command += ["--modes", ",".join(bench.MODES), "--json", tmp_path / "found.json"]
+    command += ["--modes", "two-slot,one-slot,generate", "--json", tmp_path / "found.json"]
+    command += ["--timeline", tmp_path / "found.png"]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [measurement["mode"] for measurement in found] == list(bench.MODES)
-    for measurement in found:
-        assert measurement["mode"] in result.stdout
-        assert measurement["tokens_per_s"] == pytest.approx(4 * 8 / measurement["total_s"])
-        assert measurement["floor_ms"] > 0
-        share = measurement["floor_ms"] / measurement["step_ms"]
-        assert measurement["floor_share"] == pytest.approx(share)
-    assert found[0]["host_us"] > 0
+    assert found["command"].endswith(shlex.join(map(str, command[4:])))
+    assert list(found["modes"]) == ["two-slot", "one-slot", "generate"]
+    for mode, measured in found["modes"].items():
+        assert mode in result.stdout
+        assert measured["tokens_per_s"] == pytest.approx(4 * 8 / measured["total_s"])
+        assert measured["floor_ms"] > 0
+        assert measured["floor_share"] == pytest.approx(measured["floor_ms"] / measured["step_ms"])
+    for mode in ("two-slot", "one-slot"):
+        assert found["modes"][mode]["host_us"] > 0
+        assert 0 < found["modes"][mode]["busy_share"] <= 1
+        assert found["modes"][mode]["h2d_bytes"] == 4 * 8  # the lane of each row
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_floor_counts_weights_without_the_embedding_and_all_keys_and_values():
-    for tied in (False, True):
-        model = tiny.build(tie_word_embeddings=tied)
-        work = bench.Workload(model, rows=10, prompt_tokens=50, new_tokens=100, bandwidth=1e6)
-        weights = sum(p.numel() for p in model.parameters()) * 4
-        read = weights if tied else weights - model.get_input_embeddings().weight.numel() * 4
-        assert work.floor_ms(kv_token_bytes=7) == pytest.approx((read + 10 * 100 * 7) / 1e3)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_floor_counts_weights_without_the_embedding_and_all_keys_and_values(tied):
+    model = tiny.build(tie_word_embeddings=tied)
+    work = workload.Workload(model, rows=2, prompt_tokens=50, new_tokens=3, bandwidth=1e6)
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    read = weights if tied else weights - model.get_input_embeddings().weight.numel() * 4
+    keys_and_values = 2 * 3 * 2 * 16 * 4  # both, layers, heads, head size, float32
+    assert work.kv_token_bytes == keys_and_values
+    tokens = (50 + 51 + 52) + 50
+    assert work.floor_s(7, [3, 1]) == pytest.approx((7 * read + tokens * keys_and_values) / 1e6)
+
+
+def test_lognormal_lengths_have_a_quarter_for_a_median_and_a_cap():
+    work = workload.Workload(tiny.build(), 4001, 4, 1000, 1.0, lengths="lognormal")
+    assert np.median(work.row_tokens) == pytest.approx(250, rel=0.05)
+    assert max(work.row_tokens) == 1000
+    assert min(work.row_tokens) >= 1
+
+
+def test_rows_of_a_workload_end_where_it_says():
+    work = workload.Workload(tiny.build(), 5, 3, 12, 1.0, lengths="lognormal")
+    with bench.engine_run(work, num_slots=2) as run:
+        for lengths in (work.row_tokens, [2] * 5, [12] * 5):
+            run.generate(lengths)
+            assert run.engine.stats.generated_tokens == sum(lengths)
+
+
+def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():
+    spans = [("prefill", 0, 2), ("decode", 3, 5), ("decode", 4, 6), ("decode", 8, 9)]
+    made = timeline.Timeline([timeline.Interval("compute", *span) for span in spans])
+    made.intervals += [
+        timeline.Interval("host", "wait", 0, 9),
+        timeline.Interval("h2d", "h2d", 1, 2),
+    ]
+    assert made.gaps("compute") == [(2, 3), (6, 8)]
+    assert made.busy_share("compute") == pytest.approx(6 / 9)
+    assert made.decoding().busy_share("compute") == pytest.approx(4 / 6)
+    assert made.on("host") == []
+    assert [i.start_s for i in made.middle(4).on("compute")] == [3, 4]
+    assert made.busy_share("d2h") != made.busy_share("d2h")
 
 
 @pytest.mark.parametrize(
@@ -42,6 +82,7 @@ def test_the_floor_counts_weights_without_the_embedding_and_all_keys_and_values(
     [
         (["--modes", "two-slot,vllm"], "--modes vllm: it must be of two-slot"),
         (["--new-tokens", "2"], "--new-tokens 2"),
+        (["--modes", "trl-cb"], "on a GPU alone"),
         (["--model", "no/such"], "--model no/such: neither one of qwen3-0.6b, qwen3-8b nor"),
     ],
 )

@@ -2,12 +2,14 @@
 
 import gc
 import logging
+from dataclasses import replace
 
 import pytest
 import run_length
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout import OutOfMemory, RolloutConfig, RolloutEngine, SamplingParams
@@ -17,7 +19,8 @@ from trainers import RolloutGenerator
 pytestmark = pytest.mark.gpu
 
 LANES = 24
-CONFIG = RolloutConfig(max_rows=LANES, page_tokens=16, prefill_tokens=64)
+# Compiling takes seconds a model: what is not about it runs the layers as they are.
+CONFIG = RolloutConfig(max_rows=LANES, page_tokens=16, prefill_tokens=64, compile_layers=False)
 A_LONG_TIME = 20_000_000  # cycles: about 10 ms, many steps of a small model
 
 
@@ -86,22 +89,46 @@ def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters, recor
         assert gap.max() < 0.05
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma2", "qwen3_moe"])
+def test_compiled_and_fused_layers_are_as_close_to_the_trainer_in_one_compilation(family, adapters):
+    model = on_gpu(family, torch.bfloat16)
+    if adapters:
+        config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    prompts, _, seeds = work(32)
+    sampling = SamplingParams(max_new_tokens=40, temperature=1.3, eos_token_ids=(tiny.EOS,))
+    changes = {"compile_layers": True, "fuse_projections": True}
+    torch._dynamo.reset()
+    counters.clear()
+    with RolloutEngine(model, replace(CONFIG, **changes)) as engine:
+        completions = engine.generate(prompts, sampling, seeds)
+        assert engine.twin.compiled
+        assert (engine.twin.num_fused > 0) != adapters
+        assert engine.graphs.num_eager == 0
+        graphs = 2 if family == "gemma2" else 1  # one for each kind of layer
+        assert counters["stats"]["unique_graphs"] == graphs
+    gap = gaps(model, prompts, completions, 1.3)
+    assert gap.mean() < 0.01
+    assert gap.max() < 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_rows_that_grow_past_a_split_and_a_graphs_bound_stay_the_trainers(family, dtype):
-    """Contexts around 1,024 (one split) and 4,096 (the next graph), in graphs."""
-    model = on_gpu(family, dtype, max_position_embeddings=8192)
-    lengths = [1, 980, 1000, 1023, 1024, 1025, 2047, 4060, 4095, 4096, 5000]
+    """Contexts around 2,048 (one split) and 8,192 (the next graph), in graphs."""
+    model = on_gpu(family, dtype, max_position_embeddings=16384)
+    lengths = [1, 2000, 2030, 2047, 2048, 2049, 4095, 8150, 8191, 8192, 10_000]
     prompts = [
         torch.randint(8, tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
         for n in lengths
     ]
     sampling = SamplingParams(max_new_tokens=60, temperature=1.3)
-    config = RolloutConfig(max_rows=LANES, page_tokens=256, prefill_tokens=3000)
+    config = replace(CONFIG, page_tokens=256, prefill_tokens=3000)
     with RolloutEngine(model, config) as engine:
         completions = engine.generate(prompts, sampling)
         assert engine.graphs.num_eager == 0
-        assert {context for _, context in engine.graphs._graphs} == {1024, 4096, 16384}
+        assert {context for _, context in engine.graphs._graphs} == {2048, 8192, 32768}
     gap = gaps(model, prompts, completions, 1.3)
     assert gap.max() < (1e-4 if dtype == torch.float32 else 0.05)
 
@@ -147,7 +174,7 @@ def test_graph_and_eager_agree_at_every_padded_size(dtype):
                 with torch.no_grad():
                     run()
                 torch.cuda.synchronize()
-                results.append((graphs._tokens[:size].clone(), graphs._logprobs[:size].clone()))
+                results.append((graphs._tokens[:size].clone(), graphs._scores[:size].clone()))
             assert torch.equal(results[0][0], results[1][0])
             assert torch.equal(results[0][1], results[1][1])
 
@@ -220,7 +247,7 @@ def test_one_size_that_cannot_be_captured_leaves_the_others_and_torch_alone(capl
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_slow_copies_and_slow_kernels_change_no_token(num_slots, monkeypatch):
     """Freed lanes and pages are refilled under overruns all the while."""
-    config = RolloutConfig(max_rows=8, page_tokens=16, prefill_tokens=64, num_slots=num_slots)
+    config = replace(CONFIG, max_rows=8, num_slots=num_slots)
 
     def generated():
         with RolloutEngine(on_gpu(), config) as engine:
@@ -370,7 +397,7 @@ def test_rows_are_the_same_with_one_slot_and_other_lanes():
     prompts, sampling, seeds = work()
     results = []
     for max_rows, num_slots in ((24, 2), (24, 1), (7, 2), (64, 2)):
-        config = RolloutConfig(max_rows=max_rows, page_tokens=16, num_slots=num_slots)
+        config = replace(CONFIG, max_rows=max_rows, num_slots=num_slots)
         with RolloutEngine(on_gpu(), config) as engine:
             results.append(engine.generate(prompts, sampling, seeds))
     for completions in results[1:]:

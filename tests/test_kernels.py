@@ -38,10 +38,10 @@ def sampling_inputs(rows, vocab, dtype, seed=0):
 def test_sampler_draws_the_defined_tokens_bit_for_bit(vocab, dtype):
     for seed in range(20 if ON_GPU else 2):
         inputs = sampling_inputs(257 if ON_GPU else 7, vocab, dtype, seed)
-        tokens, logprobs = sample_triton.sample(*inputs)
-        wanted, scores = torch_sample.sample(*inputs)
+        tokens, found = sample_triton.sample(*inputs, num_scores=2)
+        wanted, scores = torch_sample.sample(*inputs, num_scores=2)
         assert torch.equal(tokens, wanted)
-        torch.testing.assert_close(logprobs, scores, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(found, scores, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kept", [slice(0, 100), slice(1500, 1600), slice(8192, None)], ids=str)
@@ -53,11 +53,11 @@ def test_sampler_takes_padded_rows_and_masked_logits(kept):
     masked[:, :vocab] = -torch.inf
     masked[:, :vocab][:, kept] = logits[:, kept]
     logits = masked[:, :vocab]
-    tokens, logprobs = sample_triton.sample(logits, *rest)
-    wanted, scores = torch_sample.sample(logits, *rest)
+    tokens, found = sample_triton.sample(logits, *rest, 2)
+    wanted, scores = torch_sample.sample(logits, *rest, 2)
     assert torch.equal(tokens, wanted)
     assert (logits.gather(1, tokens[:, None]) > -torch.inf).all()
-    torch.testing.assert_close(logprobs, scores, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(found, scores, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.gpu
@@ -108,6 +108,12 @@ class Paged:
         query = torch.randn(count, self.heads, self.dim, generator=self.generator)
         return query.to(DEVICE, self.keys.dtype)
 
+    def options(self, window=None, softcap=None, sinks=None):
+        """Keywords of the kernels; sinks of every sign around `sinks`."""
+        sinks_H = None if sinks is None else torch.linspace(-sinks, 2 * sinks, self.heads)
+        sinks_H = None if sinks_H is None else sinks_H.to(DEVICE, self.keys.dtype)
+        return {"window": window, "softcap": softcap, "sinks_H": sinks_H, "scale": 0.2}
+
     def expected(self, query, row, first, **options):
         """Float32 reference for queries of one row from position `first` on, `(Q, H, D)`."""
         start = sum(self.lengths[:row])
@@ -133,12 +139,12 @@ def assert_close(found, wanted, dtype):
 SHAPES = [(4, 4, 16, 4), (6, 2, 16, 16), (5, 1, 24, 3)]
 LENGTHS = [1, 2, 15, 16, 17, 33, 48, 130]
 DTYPES = [torch.float32]
-OPTIONS = [{}, {"window": 1}, {"window": 7}, {"softcap": 3.0}, {"window": 40, "softcap": 3.0}]
+OPTIONS = [{}, {"window": 1}, {"window": 7, "sinks": 0.3}, {"softcap": 3.0}, {"sinks": 9.0}]
 if ON_GPU:
     SHAPES = [(32, 8, 128, 256), (16, 16, 64, 16), (8, 1, 256, 256), (12, 4, 96, 64), (4, 2, 80, 8)]
-    LENGTHS = [1, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 2048, 4097, 9000, 20_000]
+    LENGTHS = [1, 63, 64, 65, 127, 255, 256, 257, 2047, 2048, 2049, 4096, 9000, 20_000]
     DTYPES = [torch.bfloat16, torch.float32, torch.float16]
-    OPTIONS = [{}, {"window": 1}, {"window": 128}, {"window": 1500, "softcap": 3.0}]
+    OPTIONS = [{}, {"window": 1}, {"window": 128, "sinks": 0.3}, {"window": 1500, "softcap": 3.0}]
 # Every shape, every option and every dtype, though not each with each.
 CASES = [
     *((shape, DTYPES[0], options) for shape in SHAPES[:2] for options in OPTIONS),
@@ -176,10 +182,10 @@ def test_decode_equals_the_reference(shape, dtype, options):
     positions = torch.tensor(LENGTHS, device=DEVICE) - 1
     found = triton_attention.decode(
         query, paged.cache, paged.table, paged.lanes, positions,
-        max_context=max(LENGTHS), scale=0.2, **options,
+        max_context=max(LENGTHS), **paged.options(**options),
     )  # fmt: skip
     for row, length in enumerate(LENGTHS):
-        wanted = paged.expected(query[row : row + 1], row, length - 1, scale=0.2, **options)
+        wanted = paged.expected(query[row : row + 1], row, length - 1, **paged.options(**options))
         assert_close(found[row : row + 1], wanted, dtype)
 
 
@@ -195,12 +201,17 @@ def test_prefill_in_pieces_equals_the_reference(shape, dtype, options):
     runs = torch.cat([paged.lanes[None], runs]).T.contiguous()
     query = paged.queries(sum(counts))
     found = triton_attention.prefill(
-        query, paged.cache, paged.table, runs, max_run_tokens=max(counts), scale=0.2, **options
+        query,
+        paged.cache,
+        paged.table,
+        runs,
+        max_run_tokens=max(counts),
+        **paged.options(**options),
     )
     for row, (start, count, first) in enumerate(zip(starts, counts, firsts, strict=True)):
         if count <= 5000:  # the reference holds every score
             mine = slice(start, start + count)
-            wanted = paged.expected(query[mine], row, first, scale=0.2, **options)
+            wanted = paged.expected(query[mine], row, first, **paged.options(**options))
             assert_close(found[mine], wanted, dtype)
 
 

@@ -144,7 +144,7 @@ def test_lanes_and_kv_are_touched_on_the_compute_stream_alone(recorded):
 def test_every_batch_waits_for_its_upload_and_its_download_for_the_batch(recorded):
     engine, recorder = recorded
     engine.generate(*work())
-    slots = engine.slots._slots
+    slots = engine.slots.slots
     for slot in slots:
         edges = [
             entry
@@ -166,7 +166,7 @@ def test_every_batch_waits_for_its_upload_and_its_download_for_the_batch(recorde
 def test_the_host_waits_once_a_step_and_only_for_the_batch_before(recorded):
     engine, recorder = recorded
     engine.generate(*work())
-    events = [slot.downloaded for slot in engine.slots._slots]
+    events = [slot.downloaded for slot in engine.slots.slots]
     launched = [entry[1] for entry in recorder.log if entry[0] == "record" and entry[1] in events]
     waited = [entry[1] for entry in recorder.log if entry[0] == "host"]
     # In launch order, each once, nothing but downloads.

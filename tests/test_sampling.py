@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.distributions import Categorical
 
 from rollout.kernels.philox import gumbel, log, philox
 from rollout.sampling import sample
@@ -81,7 +82,7 @@ def test_temperature_zero_is_greedy_and_scores_at_temperature_one():
     zeros, rows = torch.zeros(8), torch.arange(8)
     tokens, logprobs = sample(logits, zeros, rows, rows)
     assert torch.equal(tokens, logits.argmax(1))
-    assert torch.equal(logprobs, logits.log_softmax(1).max(1).values)
+    assert torch.equal(logprobs[:, 0], logits.log_softmax(1).max(1).values)
 
 
 def test_logprobs_are_at_temperature_over_the_whole_vocabulary():
@@ -90,5 +91,15 @@ def test_logprobs_are_at_temperature_over_the_whole_vocabulary():
     temperature = torch.linspace(0.3, 2.0, 16)
     tokens, logprobs = sample(logits, temperature, torch.arange(16), torch.arange(16))
     wanted = (logits.float() / temperature[:, None]).log_softmax(1)
-    assert torch.equal(logprobs, wanted.gather(1, tokens[:, None])[:, 0])
+    assert torch.equal(logprobs, wanted.gather(1, tokens[:, None]))
     assert logprobs.dtype == torch.float32
+
+
+def test_the_entropy_is_that_of_the_distribution_drawn_from():
+    torch.manual_seed(0)
+    logits = torch.randn(16, 30)
+    logits[::3, 5:20] = -torch.inf
+    temperature = torch.linspace(0.3, 2.0, 16)
+    _, scores = sample(logits, temperature, torch.arange(16), torch.arange(16), num_scores=2)
+    wanted = Categorical(logits=logits / temperature[:, None]).entropy()
+    torch.testing.assert_close(scores[:, 1], wanted)

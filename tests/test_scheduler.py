@@ -107,7 +107,7 @@ class Device:
         sampled = [self.sample(lane) for lane in batch.lanes]
         tokens = np.array([token for token, _ in sampled], np.int64)
         self.tokens[batch.lanes] = tokens  # the carry-over: the host has not seen them yet
-        return tokens, np.array([logprob for _, logprob in sampled], np.float32)
+        return tokens, np.array([logprob for _, logprob in sampled], np.float32)[:, None]
 
     def sample(self, lane: int) -> tuple[int, float]:
         seed, position = int(self.seeds[lane]), int(self.positions[lane])
@@ -265,7 +265,7 @@ class Rollout:
         assert len(set(lanes)) == len(lanes)
         assert batch.rows.tolist() == [self.row_in[lane] for lane in lanes]
         self.num_launched.update(batch.rows.tolist())
-        self.stats.launched(len(lanes), self.scheduler.pages.num_used)
+        self.stats.launched(len(lanes), self.scheduler.pages.num_used, 0)
 
     def book_admission(self, batch: Batch) -> None:
         admission = batch.admission
@@ -398,16 +398,16 @@ def test_rule_3_an_overrun_does_not_touch_the_lanes_next_row():
     second = scheduler.add(make_request(1, 1, 2, eos_token_ids=(3,)))
     launched = scheduler.schedule(1)
     overrun = scheduler.schedule(1)
-    (completion,) = scheduler.commit(launched, np.array([3]), np.zeros(1, np.float32))
+    (completion,) = scheduler.commit(launched, np.array([3]), np.zeros((1, 1), np.float32))
     assert completion.row == first
     reuse = scheduler.schedule(1)
     assert reuse.lanes == overrun.lanes
     assert reuse.rows == [second]
     # An EOS and a NaN: neither is the second row's.
-    assert scheduler.commit(overrun, np.array([3]), np.full(1, np.nan, np.float32)) == []
-    assert scheduler.commit(reuse, np.array([5]), np.zeros(1, np.float32)) == []
+    assert scheduler.commit(overrun, np.array([3]), np.full((1, 1), np.nan, np.float32)) == []
+    assert scheduler.commit(reuse, np.array([5]), np.zeros((1, 1), np.float32)) == []
     last = scheduler.schedule(1)
-    (completion,) = scheduler.commit(last, np.array([4]), np.zeros(1, np.float32))
+    (completion,) = scheduler.commit(last, np.array([4]), np.zeros((1, 1), np.float32))
     assert (completion.row, completion.token_ids) == (second, [5, 4])
     scheduler.check()
 
@@ -517,7 +517,7 @@ def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
     batch = scheduler.schedule(1)
     in_flight = scheduler.schedule(1)
     with pytest.raises(RolloutError, match=f"log-probability {value} .* not finite"):
-        scheduler.commit(batch, np.array([1, 2]), np.array([-1.0, value], np.float32))
+        scheduler.commit(batch, np.array([1, 2]), np.array([[-1.0], [value]], np.float32))
 
     scheduler.reset(scheduler.pages.num_pages)
     assert scheduler.num_live == scheduler.num_waiting == scheduler.pages.num_used == 0
@@ -529,8 +529,8 @@ def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
     assert row not in lost
     batch = scheduler.schedule(2)
     # What was in flight at the failure is nobody's now.
-    assert scheduler.commit(in_flight, np.array([1, 2]), np.zeros(2, np.float32)) == []
-    (completion,) = scheduler.commit(batch, np.array([5]), np.zeros(1, np.float32))
+    assert scheduler.commit(in_flight, np.array([1, 2]), np.zeros((2, 1), np.float32)) == []
+    (completion,) = scheduler.commit(batch, np.array([5]), np.zeros((1, 1), np.float32))
     assert (completion.row, completion.token_ids, completion.policy_version) == (row, [5], 2)
 
 
@@ -575,7 +575,7 @@ def test_256_rows_cost_little_a_step(max_new):
     for seed, limit in enumerate(random.integers(*max_new, 2000, endpoint=True).tolist()):
         scheduler.add(make_request(seed, 20, limit, eos_token_ids=(0, 1)))
     scheduler.pages.grow(scheduler.pages_wanted())
-    tokens, logprobs = random.integers(2, VOCAB, 256), np.zeros(256, np.float32)
+    tokens, logprobs = random.integers(2, VOCAB, 256), np.zeros((256, 1), np.float32)
     first = scheduler.schedule(1)
     scheduler.commit(first, tokens, logprobs)
 

@@ -26,7 +26,7 @@ def test_nothing_has_happened_yet():
 def test_launches_add_up_and_pages_peak():
     stats = RolloutStats()
     for num_rows, num_pages in [(4, 10), (3, 12), (2, 5)]:
-        stats.launched(num_rows, num_pages)
+        stats.launched(num_rows, num_pages, 10)
     assert (stats.engine_steps, stats.decoded_rows, stats.peak_pages) == (3, 9, 12)
     assert stats.rows_live == 3.0
 
@@ -55,7 +55,7 @@ def test_an_overrun_is_a_decoded_row_that_no_completion_has():
     stats = RolloutStats()
     # Two rows: one ends by EOS with its second token while its third is in flight.
     for num_rows in (2, 2, 2, 1):
-        stats.launched(num_rows, 1)
+        stats.launched(num_rows, 1, 0)
     stats.settled(2)
     stats.settled(4)
     assert (stats.generated_tokens, stats.overrun_tokens) == (6, 1)

@@ -56,21 +56,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},
     "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
     "qwen3_moe": {"head_dim": 16, **_EXPERTS},
+    "gpt_oss": {  # attention sinks
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": _MIXED_WINDOWS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
 }
 
 
 def build(family: str = "qwen3", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model with weights large enough for its choices to be clear."""
     config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES[family], **changes})
-    config._attn_implementation = "sdpa" if family != "gemma2" else "eager"
+    config._attn_implementation = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=config._attn_implementation
     )
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
+            elif name.endswith("sinks"):
+                parameter.uniform_(-1.0, 3.0)
     return model
 
 

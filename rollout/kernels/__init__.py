@@ -1,4 +1,4 @@
 """What a step computes besides the model; each kernel beside plain torch that defines it."""
 
-SPLIT_TOKENS = 1024
+SPLIT_TOKENS = 2048
 """Tokens of a row's context that one decode program attends over."""

@@ -55,6 +55,7 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention with grouped heads; key `i` lies at position `i`. Computed in float32.
 
@@ -66,6 +67,7 @@ def attend(
         scale: Multiplies the scores.
         window: A query sees its own token and the `window - 1` before it. `None`: all.
         softcap: Scores become `softcap * tanh(scores / softcap)` (Gemma 2).
+        sinks_H: A score of each head that takes weight and has no value (gpt-oss).
 
     Returns:
         `(N, Q, H, D)` in the query's dtype.
@@ -86,6 +88,9 @@ def attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible_NQC[:, None, None], float("-inf"))
-    mixed = scores.softmax(dim=-1).flatten(2, 3) @ values
+    if sinks_H is not None:
+        sinks = sinks_H.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    mixed = scores.softmax(dim=-1)[..., :context].flatten(2, 3) @ values
     output = mixed.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
     return output.reshape(num_seqs, num_queries, num_heads, head_dim).to(query_NQHD.dtype)

@@ -42,10 +42,12 @@ def _attend(
     DIM_PAD: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """Fold keys `[start, start + BLOCK)` into the running softmax of each query row.
 
-    `last` is the position of each query; keys at or past `limit` are not read.
+    `last` is the position of each query; keys at or past `limit` are not read. Without `EDGE`
+    every query sees every key of the block.
     """
     tokens = start + tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM_PAD)
@@ -53,27 +55,41 @@ def _attend(
         page = tl.load(table + start // PAGE).to(tl.int64)
         places = page * page_stride + (start % PAGE + tl.arange(0, BLOCK)) * token_stride
     else:
-        pages = tl.load(table + tokens // PAGE, mask=tokens < limit, other=0).to(tl.int64)
+        there = tokens < limit if EDGE else tokens >= 0
+        pages = tl.load(table + tokens // PAGE, mask=there, other=0).to(tl.int64)
         places = pages * page_stride + (tokens % PAGE) * token_stride
     offsets = places[:, None] + dims[None, :]
-    there = (tokens < limit)[:, None] & (dims < DIM)[None, :]
-    keys = tl.load(K + offsets, mask=there, other=0.0)
+    mask = (dims < DIM)[None, :]
+    if EDGE:
+        mask = mask & (tokens < limit)[:, None]
+    keys = tl.load(K + offsets, mask=mask, other=0.0)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E) / softcap) + 1.0))
-    visible = tokens[None, :] <= last[:, None]
-    if HAS_WINDOW:
-        visible = visible & (tokens[None, :] > last[:, None] - window)
-    scores = tl.where(visible, scores * _LOG2E, -float("inf"))
+    scores = scores * _LOG2E
+    if EDGE:
+        visible = tokens[None, :] <= last[:, None]
+        if HAS_WINDOW:
+            visible = visible & (tokens[None, :] > last[:, None] - window)
+        scores = tl.where(visible, scores, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     # A row that has seen no key yet keeps a peak of -inf, and -inf - -inf is no number.
     anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
     weights = tl.exp2(scores - anchor[:, None])
     fade = tl.exp2(peak - anchor)
     total = total * fade + tl.sum(weights, 1)
-    values = tl.load(V + offsets, mask=there, other=0.0)
+    values = tl.load(V + offsets, mask=mask, other=0.0)
     mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return new_peak, total, mixed
+
+
+@triton.jit
+def _add_sink(peak, total, sink):
+    """Give a sink its weight: how far the sums so far shrink, and the new total."""
+    sink = sink.to(tl.float32) * _LOG2E
+    new_peak = tl.maximum(peak, sink)
+    fade = tl.exp2(peak - new_peak)
+    return fade, total * fade + tl.exp2(sink - new_peak)
 
 
 @triton.jit
@@ -84,6 +100,7 @@ def _decode_kernel(
     TABLE,
     LANES,
     POSITIONS,
+    SINKS,
     OUT,
     LSE,
     table_stride,
@@ -93,6 +110,7 @@ def _decode_kernel(
     window,
     scale,
     softcap,
+    num_splits,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -101,9 +119,10 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IN_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(POSITIONS + row)
@@ -123,20 +142,32 @@ def _decode_kernel(
     peak = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for start in range(first, stop, BLOCK):
+    K, V = K + kv_head * head_stride, V + kv_head * head_stride
+    full = first + (stop - first) // BLOCK * BLOCK
+    for start in range(first, full, BLOCK):
         peak, total, mixed = _attend(
-            query, K + kv_head * head_stride, V + kv_head * head_stride, table,
-            page_stride, token_stride, start, stop, last, window, scale, softcap,
-            peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+            query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
+            softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+            EDGE=HAS_WINDOW,
         )  # fmt: skip
+    if full < stop:
+        peak, total, mixed = _attend(
+            query, K, V, table, page_stride, token_stride, full, stop, last, window, scale,
+            softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+            EDGE=True,
+        )  # fmt: skip
+    if HAS_SINKS and not IN_SPLITS:
+        sink = tl.load(SINKS + heads, mask=heads < HEADS, other=0.0)
+        fade, total = _add_sink(peak, total, sink)
+        mixed = mixed * fade[:, None]
     output = mixed / total[:, None]
-    if NUM_SPLITS == 1:
-        tl.store(OUT + at * DIM + dims[None, :], output.to(OUT.dtype.element_ty), mask=mine)
-    else:
-        part = at * NUM_SPLITS + split
+    if IN_SPLITS:
+        part = at * num_splits + split
         tl.store(OUT + part * DIM + dims[None, :], output, mask=mine)
         lse = (peak + tl.log2(total))[:, None]
         tl.store(LSE + part, lse, mask=(tl.arange(0, GROUP_PAD) < GROUP)[:, None])
+    else:
+        tl.store(OUT + at * DIM + dims[None, :], output.to(OUT.dtype.element_ty), mask=mine)
 
 
 @triton.jit
@@ -144,14 +175,16 @@ def _add_splits_kernel(
     PARTS,
     LSE,
     POSITIONS,
+    SINKS,
     OUT,
     window,
+    num_splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     SPLIT: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Add up a row's splits in order, so that their number in the graph changes no bit."""
     at = tl.program_id(0).to(tl.int64)
@@ -163,14 +196,17 @@ def _add_splits_kernel(
     end = position // SPLIT + 1
     peak = -float("inf")
     for split in range(begin, end):
-        peak = tl.maximum(peak, tl.load(LSE + at * NUM_SPLITS + split))
+        peak = tl.maximum(peak, tl.load(LSE + at * num_splits + split))
     total = 0.0
     mixed = tl.zeros([DIM_PAD], tl.float32)
     for split in range(begin, end):
-        part = at * NUM_SPLITS + split
+        part = at * num_splits + split
         weight = tl.exp2(tl.load(LSE + part) - peak)
         total += weight
         mixed += weight * tl.load(PARTS + part * DIM + dims, mask=dims < DIM, other=0.0)
+    if HAS_SINKS:
+        fade, total = _add_sink(peak, total, tl.load(SINKS + at % HEADS))
+        mixed = mixed * fade
     tl.store(OUT + at * DIM + dims, (mixed / total).to(OUT.dtype.element_ty), mask=dims < DIM)
 
 
@@ -181,6 +217,7 @@ def _prefill_kernel(
     V,
     TABLE,
     RUNS,
+    SINKS,
     OUT,
     table_stride,
     page_stride,
@@ -198,6 +235,7 @@ def _prefill_kernel(
     BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     run, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane = tl.load(RUNS + run * 4)
@@ -222,12 +260,24 @@ def _prefill_kernel(
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, DIM_PAD], tl.float32)
     kv = (head // GROUP) * head_stride
-    for start in range(first, stop, BLOCK):
+    K, V = K + kv, V + kv
+    # Blocks that every query of the tile sees whole, then those that some see in part.
+    full = (first_position + tile * QUERIES + 1) // BLOCK * BLOCK
+    for start in range(first, full, BLOCK):
         peak, total, mixed = _attend(
-            query, K + kv, V + kv, table,
-            page_stride, token_stride, start, stop, last, window, scale, softcap,
-            peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+            query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
+            softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+            EDGE=HAS_WINDOW,
         )  # fmt: skip
+    for start in range(tl.maximum(first, full), stop, BLOCK):
+        peak, total, mixed = _attend(
+            query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
+            softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+            EDGE=True,
+        )  # fmt: skip
+    if HAS_SINKS:
+        fade, total = _add_sink(peak, total, tl.load(SINKS + head))
+        mixed = mixed * fade[:, None]
     tl.store(OUT + at, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=mine)
 
 
@@ -242,6 +292,7 @@ def decode(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend with one query a row over the row's pages; see `paged_attention.attend`.
 
@@ -255,6 +306,7 @@ def decode(
         scale: Multiplies the scores.
         window: Tokens a query sees, itself included. `None`: all.
         softcap: Caps the scores.
+        sinks_H: A score of each head that takes weight and has no value.
 
     Returns:
         `(R, H, D)` in the query's dtype.
@@ -270,19 +322,19 @@ def decode(
         shape = (num_rows, num_heads, num_splits)
         parts = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    sizes, strides, launch = _launch(query, cache, window, softcap)
+    sizes, strides = _sizes(query, cache, window, softcap, sinks_H)
     group = sizes["HEADS"] // cache[0].shape[2]
     _decode_kernel[(num_rows, cache[0].shape[2], num_splits)](
-        query, *cache, block_table_LP, lanes_R, positions_R, parts, lse,
-        block_table_LP.stride(0), *strides, window or 0, scale, softcap or 0.0,
+        query, *cache, block_table_LP, lanes_R, positions_R, sinks_H, parts, lse,
+        block_table_LP.stride(0), *strides, window or 0, scale, softcap or 0.0, num_splits,
         GROUP=group, GROUP_PAD=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        SPLIT=SPLIT_TOKENS, NUM_SPLITS=num_splits, **sizes, **launch,
+        SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, num_warps=2, num_stages=3, **sizes,
     )  # fmt: skip
     if num_splits > 1:
         _add_splits_kernel[(num_rows * num_heads,)](
-            parts, lse, positions_R, output, window or 0,
+            parts, lse, positions_R, sinks_H, output, window or 0, num_splits,
             HEADS=num_heads, DIM=dim, DIM_PAD=sizes["DIM_PAD"],
-            SPLIT=SPLIT_TOKENS, NUM_SPLITS=num_splits, HAS_WINDOW=window is not None,
+            SPLIT=SPLIT_TOKENS, HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None,
         )  # fmt: skip
     return output
 
@@ -297,6 +349,7 @@ def prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend with packed runs of prompt tokens, each over its own row's pages.
 
@@ -309,6 +362,7 @@ def prefill(
         scale: Multiplies the scores.
         window: Tokens a query sees, itself included. `None`: all.
         softcap: Caps the scores.
+        sinks_H: A score of each head that takes weight and has no value.
 
     Returns:
         `(T, H, D)` in the query's dtype.
@@ -316,25 +370,30 @@ def prefill(
     assert runs_N4.is_contiguous()
     query = query_THD.contiguous()
     output = torch.empty_like(query)
-    sizes, strides, launch = _launch(query, cache, window, softcap)
+    sizes, strides = _sizes(query, cache, window, softcap, sinks_H)
     tiles = triton.cdiv(max_run_tokens, _QUERY_BLOCK)
     _prefill_kernel[(len(runs_N4), query.shape[1], tiles)](
-        query, *cache, block_table_LP, runs_N4, output,
+        query, *cache, block_table_LP, runs_N4, sinks_H, output,
         block_table_LP.stride(0), *strides, window or 0, scale, softcap or 0.0,
-        GROUP=sizes["HEADS"] // cache[0].shape[2], QUERIES=_QUERY_BLOCK, **sizes, **launch,
+        GROUP=sizes["HEADS"] // cache[0].shape[2], QUERIES=_QUERY_BLOCK,
+        num_warps=4, num_stages=2, **sizes,
     )  # fmt: skip
     return output
 
 
-def _launch(
-    query: Tensor, cache: tuple[Tensor, Tensor], window: int | None, softcap: float | None
-) -> tuple[dict[str, Any], tuple[int, int, int], dict[str, int]]:
-    """What decode and prefill have in common: sizes, strides of the cache, launch options."""
+def _sizes(
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """What decode and prefill have in common: sizes, and strides of the cache."""
     dim = query.shape[-1]
     dim_pad = max(_MIN_DOT_ROWS, triton.next_power_of_2(dim))
     narrow = query.dtype.itemsize <= 2
     # Keys and values of one block have to fit into shared memory, several stages deep.
-    block = (128 if dim_pad <= 128 else 64) if narrow else (32 if dim_pad <= 128 else 16)
+    block = (64 if dim_pad <= 128 else 32) if narrow else (32 if dim_pad <= 128 else 16)
     sizes = {
         "HEADS": query.shape[1],
         "DIM": dim,
@@ -343,6 +402,7 @@ def _launch(
         "BLOCK": block,
         "HAS_WINDOW": window is not None,
         "HAS_SOFTCAP": softcap is not None,
+        "HAS_SINKS": sinks_H is not None,
     }
     page_stride, token_stride, head_stride, _ = cache[0].stride()
-    return sizes, (page_stride, token_stride, head_stride), {"num_warps": 4, "num_stages": 2}
+    return sizes, (page_stride, token_stride, head_stride)

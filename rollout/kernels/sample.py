@@ -8,9 +8,15 @@ from torch import Tensor
 
 from rollout.kernels.philox import gumbel
 
+_LEAST = torch.finfo(torch.float32).min
+
 
 def sample(
-    logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    num_scores: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row from `softmax(logits / temperature)`, by the Gumbel-max trick.
 
@@ -22,14 +28,19 @@ def sample(
         temperature_R: float32, at least 0.
         seeds_R: Key of each row's noise, int64.
         positions_R: Position of the token to draw in its row, int64.
+        num_scores: 2 for the entropy as well.
 
     Returns:
-        Token ids, int64, and their natural-log probabilities at the temperature over the full
-        vocabulary, float32.
+        Token ids, int64, `(R,)`, and their scores, float32, `(R, num_scores)`: natural-log
+        probability at the temperature over the full vocabulary, and entropy of that distribution.
     """
     greedy_R1 = (temperature_R == 0)[:, None]
     scaled_RV = logits_RV.float() / torch.where(greedy_R1, 1.0, temperature_R[:, None])
     gumbel_RV = gumbel(seeds_R, positions_R, logits_RV.shape[1])
     tokens_R = (scaled_RV + torch.where(greedy_R1, 0.0, gumbel_RV)).argmax(dim=1)
     logprobs_RV = scaled_RV.log_softmax(dim=1)
-    return tokens_R, logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
+    scores = [logprobs_RV.gather(1, tokens_R[:, None])[:, 0]]
+    if num_scores == 2:
+        # A masked logit has a probability of 0, and 0 * -inf is no number.
+        scores.append(-(logprobs_RV.exp() * logprobs_RV.clamp(min=_LEAST)).sum(dim=1))
+    return tokens_R, torch.stack(scores, dim=1)

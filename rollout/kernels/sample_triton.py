@@ -59,18 +59,20 @@ def _chunk_kernel(
     CHOSEN,
     PEAKS,
     TOTALS,
+    MASSES,
     stride,
     vocab,
     num_chunks,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(TEMPERATURES + row)
     seed, position = tl.load(SEEDS + row), tl.load(POSITIONS + row)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     best, choice, chosen = -float("inf"), 0, -float("inf")
-    peak, total = -float("inf"), 0.0
+    peak, total, mass = -float("inf"), 0.0, 0.0
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), BLOCK):
         quads = start // 4 + tl.arange(0, BLOCK // 4)
         tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -89,8 +91,13 @@ def _chunk_kernel(
         new_peak = tl.maximum(peak, tl.max(tl.max(scaled, 1), 0))
         # While every logit so far is masked the peak is -inf, and -inf - -inf is no number.
         anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        weights = tl.sum(tl.sum(tl.exp(scaled - anchor), 1), 0)
-        total = total * tl.exp(peak - anchor) + weights
+        weights = tl.exp(scaled - anchor)
+        fade = tl.exp(peak - anchor)
+        total = total * fade + tl.sum(tl.sum(weights, 1), 0)
+        if ENTROPY:
+            # A masked logit has no weight, and 0 * -inf is no number.
+            share = tl.where(weights > 0.0, weights * scaled, 0.0)
+            mass = mass * fade + tl.sum(tl.sum(share, 1), 0)
         peak = new_peak
     at = row * num_chunks + chunk
     tl.store(SCORES + at, best)
@@ -98,6 +105,8 @@ def _chunk_kernel(
     tl.store(CHOSEN + at, chosen)
     tl.store(PEAKS + at, peak)
     tl.store(TOTALS + at, total)
+    if ENTROPY:
+        tl.store(MASSES + at, mass)
 
 
 @triton.jit
@@ -107,10 +116,12 @@ def _row_kernel(
     CHOSEN,
     PEAKS,
     TOTALS,
+    MASSES,
     TOKENS,
-    LOGPROBS,
+    OUT,
     num_chunks,
     CHUNKS_PAD: tl.constexpr,
+    NUM_SCORES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS_PAD)
@@ -119,33 +130,42 @@ def _row_kernel(
     _, index = tl.max(scores, 0, return_indices=True)
     peaks = tl.load(PEAKS + at, mask=there, other=-float("inf"))
     peak = tl.max(peaks, 0)
-    total = tl.sum(tl.load(TOTALS + at, mask=there, other=0.0) * tl.exp(peaks - peak), 0)
+    fades = tl.exp(peaks - peak)
+    total = tl.sum(tl.load(TOTALS + at, mask=there, other=0.0) * fades, 0)
+    normalizer = peak + tl.log(total)
     best = row * num_chunks + index
     tl.store(TOKENS + row, tl.load(CHOICES + best).to(tl.int64))
-    tl.store(LOGPROBS + row, tl.load(CHOSEN + best) - peak - tl.log(total))
+    tl.store(OUT + row * NUM_SCORES, tl.load(CHOSEN + best) - normalizer)
+    if NUM_SCORES == 2:
+        mass = tl.sum(tl.load(MASSES + at, mask=there, other=0.0) * fades, 0)
+        tl.store(OUT + row * NUM_SCORES + 1, normalizer - mass / total)
 
 
 def sample(
-    logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    num_scores: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`sample.sample` on a GPU: the same draws, bit for bit."""
     num_rows, vocab = logits_RV.shape
     num_chunks = triton.cdiv(vocab, _CHUNK)
     device = logits_RV.device
-    scores, chosen, peaks, totals = torch.empty(
-        (4, num_rows, num_chunks), dtype=torch.float32, device=device
+    scores, chosen, peaks, totals, masses = torch.empty(
+        (5, num_rows, num_chunks), dtype=torch.float32, device=device
     ).unbind()
     choices = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
+    output = torch.empty((num_rows, num_scores), dtype=torch.float32, device=device)
     # Fused multiply-adds would round unlike the definition.
     _chunk_kernel[(num_rows, num_chunks)](
         logits_RV, temperature_R, seeds_R, positions_R, scores, choices, chosen, peaks, totals,
-        logits_RV.stride(0), vocab, num_chunks,
-        CHUNK=_CHUNK, BLOCK=_BLOCK, enable_fp_fusion=False,
+        masses, logits_RV.stride(0), vocab, num_chunks,
+        CHUNK=_CHUNK, BLOCK=_BLOCK, ENTROPY=num_scores == 2, enable_fp_fusion=False,
     )  # fmt: skip
     _row_kernel[(num_rows,)](
-        scores, choices, chosen, peaks, totals, tokens, logprobs, num_chunks,
-        CHUNKS_PAD=triton.next_power_of_2(num_chunks),
+        scores, choices, chosen, peaks, totals, masses, tokens, output, num_chunks,
+        CHUNKS_PAD=triton.next_power_of_2(num_chunks), NUM_SCORES=num_scores,
     )  # fmt: skip
-    return tokens, logprobs
+    return tokens, output

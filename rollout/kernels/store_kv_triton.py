@@ -17,6 +17,8 @@ def _store_kernel(
     table_stride,
     page_stride,
     token_stride,
+    key_stride,
+    value_stride,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
@@ -26,8 +28,10 @@ def _store_kernel(
     page = tl.load(TABLE + tl.load(LANES + token) * table_stride + position // PAGE).to(tl.int64)
     place = page * page_stride + (position % PAGE) * token_stride
     at = tl.arange(0, WIDTH_PAD)
-    tl.store(K + place + at, tl.load(KEYS + token * WIDTH + at, mask=at < WIDTH), mask=at < WIDTH)
-    values = tl.load(VALUES + token * WIDTH + at, mask=at < WIDTH)
+    tl.store(
+        K + place + at, tl.load(KEYS + token * key_stride + at, mask=at < WIDTH), mask=at < WIDTH
+    )
+    values = tl.load(VALUES + token * value_stride + at, mask=at < WIDTH)
     tl.store(V + place + at, values, mask=at < WIDTH)
 
 
@@ -42,8 +46,8 @@ def store_kv(
     """Write packed keys and values to their rows' pages.
 
     Args:
-        keys_TKD: New keys.
-        values_TKD: New values.
+        keys_TKD: New keys, whose tokens may lie apart.
+        values_TKD: New values, likewise.
         cache: A layer's keys and values, each `(pages, page_tokens, K, D)`, any page stride.
         block_table_LP: Page ids of each lane, int64.
         lanes_T: Lane of each token, int64.
@@ -53,9 +57,13 @@ def store_kv(
     assert positions_T.is_contiguous()
     num_tokens, num_heads, dim = keys_TKD.shape
     width = num_heads * dim
+    keys, values = (
+        states if states.stride()[1:] == (dim, 1) else states.contiguous()
+        for states in (keys_TKD, values_TKD)
+    )
     _store_kernel[(num_tokens,)](
-        keys_TKD.contiguous(), values_TKD.contiguous(), *cache,
-        block_table_LP, lanes_T, positions_T,
+        keys, values, *cache, block_table_LP, lanes_T, positions_T,
         block_table_LP.stride(0), cache[0].stride(0), cache[0].stride(1),
+        keys.stride(0), values.stride(0),
         PAGE=cache[0].shape[1], WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width),
     )  # fmt: skip

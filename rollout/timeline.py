@@ -1,0 +1,118 @@
+"""What ran when, on host and device: shares, and a picture."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import ConfigError
+
+TRACKS = ("host", "h2d", "compute", "d2h")
+PREFILL, WAIT = "prefill", "wait"
+_IDLE = "#d62728"
+_COLORS = {"host": "#4c72b0", "h2d": "#55a868", "compute": "#8172b3", "d2h": "#ccb974"}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One thing that ran.
+
+    Attributes:
+        track: One of `TRACKS`.
+        name: What it was.
+        start_s: Seconds on the host's clock.
+        stop_s: Likewise.
+    """
+
+    track: str
+    name: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass
+class Timeline:
+    """Intervals of one rollout, in the order in which they were recorded."""
+
+    intervals: list[Interval] = field(default_factory=list)
+
+    def on(self, track: str) -> list[Interval]:
+        """A track's intervals by start; the host's waits are no work and are left out."""
+        found = [i for i in self.intervals if i.track == track and i.name != WAIT]
+        return sorted(found, key=lambda interval: interval.start_s)
+
+    def gaps(self, track: str) -> list[tuple[float, float]]:
+        """Where a track did nothing between its first interval and its last."""
+        gaps: list[tuple[float, float]] = []
+        reached = float("inf")
+        for interval in self.on(track):
+            if interval.start_s > reached:
+                gaps.append((reached, interval.start_s))
+            reached = interval.stop_s if reached == float("inf") else max(reached, interval.stop_s)
+        return gaps
+
+    def span_s(self, track: str) -> float:
+        """Seconds from a track's first interval to the end of its last."""
+        intervals = self.on(track)
+        last = max((interval.stop_s for interval in intervals), default=0.0)
+        return last - intervals[0].start_s if intervals else 0.0
+
+    def busy_s(self, track: str) -> float:
+        """Seconds of those in which it ran."""
+        return self.span_s(track) - sum(stop - start for start, stop in self.gaps(track))
+
+    def busy_share(self, track: str) -> float:
+        """Share of the time from a track's first interval to its last in which it ran."""
+        span_s = self.span_s(track)
+        return self.busy_s(track) / span_s if span_s else float("nan")
+
+    def decoding(self) -> "Timeline":
+        """What began after the last batch that prefilled."""
+        prefills = [i.stop_s for i in self.intervals if i.name == PREFILL]
+        began = max(prefills, default=0.0)
+        return Timeline([i for i in self.intervals if i.start_s >= began])
+
+    def middle(self, seconds: float) -> "Timeline":
+        """The intervals of so many seconds around the middle of the rollout."""
+        starts = [interval.start_s for interval in self.intervals]
+        first = (min(starts) + max(starts) - seconds) / 2
+        kept = [i for i in self.intervals if first <= i.start_s <= first + seconds]
+        return Timeline(kept)
+
+
+def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
+    """Draw timelines one above the other on one scale; the device's idle time in red.
+
+    Args:
+        timelines: By title.
+        path: Picture to write, such as `timeline.png`.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # not needed to roll out
+    except ImportError as error:
+        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (12, 2.2 * len(timelines))
+    figure, axes = pyplot.subplots(len(timelines), sharex=True, squeeze=False, figsize=size)
+    for axis, (title, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
+        origin = min((interval.start_s for interval in timeline.intervals), default=0.0)
+
+        def bars(spans: Iterable[tuple[float, float]], origin: float = origin) -> list[Any]:
+            return [((start - origin) * 1e3, (stop - start) * 1e3) for start, stop in spans]
+
+        for height, track in enumerate(reversed(TRACKS)):
+            spans = ((interval.start_s, interval.stop_s) for interval in timeline.on(track))
+            axis.broken_barh(bars(spans), (height + 0.1, 0.8), color=_COLORS[track])
+            if track == "compute":
+                axis.broken_barh(bars(timeline.gaps(track)), (height + 0.1, 0.8), color=_IDLE)
+        axis.set_yticks([height + 0.5 for height in range(len(TRACKS))], TRACKS[::-1])
+        axis.set_title(f"{title}: device busy {timeline.busy_share('compute'):.1%}", loc="left")
+    figure.axes[-1].set_xlabel("ms")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
