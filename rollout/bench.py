@@ -251,12 +251,9 @@ def _kernel_share(work: Workload, generate: Generate, step_s: float) -> float:
 
 def _kernels(run: Callable[[], None]) -> list[timeline.Interval]:
     """Every kernel that ran, by start."""
-    with (
-        tempfile.NamedTemporaryFile(suffix=".json") as file,
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
-    ):
-        _seconds(run)
-        profile.stop()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            _seconds(run)
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     ran = timeline.Timeline()
