@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rollout.errors import UnsupportedModel
+from rollout.kernels import flash
 from rollout.kernels.paged_attention import attend, gather_kv, store_kv
 from rollout.kv_cache import KVCache
 from rollout.request import Segment
@@ -73,11 +74,21 @@ class PagedAttention:
         pages_T = self.block_table_LP[self.lanes_T, self.positions_T // page_tokens]
         store_kv(keys_TKD, values_TKD, cache, (pages_T, self.positions_T % page_tokens))
 
-    def attend(self, layer: int, query_THD: Tensor, **options: Any) -> Tensor:
-        """Attend with each packed token over its row's context. `(T, H, D)`."""
+    def attend(
+        self, layer: int, query_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, **options: Any
+    ) -> Tensor:
+        """Attend with each packed token over its row's context, `(T, H, D)`.
+
+        The keys and values are those of the packed tokens, which have been stored.
+        """
         cache = self.kv_cache.layer(layer)
         if query_THD.is_cuda:
-            return self._attend_on_gpu(cache, query_THD, options)
+            from rollout.kernels import paged_attention_triton as kernels  # as above
+
+            if self.segments is not None:
+                return self._prefill_on_gpu(cache, query_THD, (keys_TKD, values_TKD), options)
+            where = (self.block_table_LP, self.lanes_T, self.positions_T)
+            return kernels.decode(query_THD, cache, *where, max_context=self.max_context, **options)
         if self.segments is None:
             keys, values = gather_kv(cache, self.block_table_LP[self.lanes_T], self.max_context)
             positions = self.positions_T[:, None]
@@ -92,19 +103,35 @@ class PagedAttention:
             outputs.append(output[0])
         return torch.cat(outputs)
 
-    def _attend_on_gpu(
-        self, cache: tuple[Tensor, Tensor], query_THD: Tensor, options: dict[str, Any]
+    def _prefill_on_gpu(
+        self,
+        cache: tuple[Tensor, Tensor],
+        query_THD: Tensor,
+        new: tuple[Tensor, Tensor],
+        options: dict[str, Any],
     ) -> Tensor:
+        """Prompts that begin here by torch's kernel, one that goes on by ours over its pages."""
         from rollout.kernels import paged_attention_triton as kernels  # as above
 
-        table = self.block_table_LP
-        if self.segments is None:
-            options["max_context"] = self.max_context
-            where = (table, self.lanes_T, self.positions_T)
-            return kernels.decode(query_THD, cache, *where, **options)
+        assert self.segments is not None
         assert self.runs_N4 is not None
-        options["max_run_tokens"] = max(len(segment.tokens) for segment in self.segments)
-        return kernels.prefill(query_THD, cache, table, self.runs_N4, **options)
+        counts = [len(segment.tokens) for segment in self.segments]
+        num_paged = len(counts)
+        if flash.serves(query_THD, options["softcap"], options["sinks_H"]):
+            num_paged = sum(segment.start > 0 for segment in self.segments)
+        first = sum(counts[:num_paged])
+        outputs = []
+        if num_paged:
+            runs_N4, longest = self.runs_N4[:num_paged], max(counts[:num_paged])
+            where = (self.block_table_LP, runs_N4)
+            query = query_THD[:first]
+            outputs.append(kernels.prefill(query, cache, *where, max_run_tokens=longest, **options))
+        if first < len(query_THD):
+            query, keys, values = (states[first:] for states in (query_THD, *new))
+            starts_N, longest = self.runs_N4[num_paged:, 1] - first, max(counts[num_paged:])
+            how = {"longest": longest, "scale": options["scale"], "window": options["window"]}
+            outputs.append(flash.attend_packed(query, keys, values, starts_N, **how))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 _active: ContextVar[PagedAttention] = ContextVar("paged_attention")
@@ -133,10 +160,16 @@ def _attend_and_store(
             f"layers {layout.num_kv_heads} of {layout.head_dim}; one page cannot hold both"
         )
     index = int(layer)
-    options = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "sinks_H": sinks_H,
+    }
     with torch.autocast(query_THD.device.type, enabled=False):
-        paged.store(index, keys_TKD, values_TKD)
-        output = paged.attend(index, query_THD.to(layout.dtype), **options)
+        states = [states.to(layout.dtype) for states in (query_THD, keys_TKD, values_TKD)]
+        paged.store(index, *states[1:])
+        output = paged.attend(index, *states, **options)
     return output.to(query_THD.dtype)
 
 

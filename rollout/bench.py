@@ -178,7 +178,9 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
     if mode in BASELINES:
         with BASELINES[mode](work) as (generate, attention):
             numbers = _time(work, generate, began, lambda: work.new_tokens)
-            share = _kernel_share(work, generate, numbers["step_ms"] / 1e3)
+            # A manager made anew for each call runs more than its steps.
+            kept = mode != "trl-cb"
+            share = _kernel_share(work, generate, numbers["step_ms"] / 1e3) if kept else _NAN
             return Measurement(**numbers, **_NO_ENGINE, kernel_share=share, attention=attention)
     with engine_run(work, ENGINE_MODES[mode]) as run:
         engine = run.engine

@@ -50,7 +50,8 @@ class GraphCache:
         # ALIAS: what the graphs read and write; fixed for their lifetime
         self._lanes = torch.full((max_rows,), trash_lane, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._scores = torch.zeros((max_rows, forward.num_scores), device=device)
+        shape = (max_rows, forward.num_scores)
+        self._scores = torch.zeros(shape, dtype=torch.float32, device=device)
 
     @property
     def num_captured(self) -> int:

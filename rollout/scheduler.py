@@ -117,6 +117,8 @@ class Scheduler:
         segments = self._take_segments()
         # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS overruns
         (lanes,) = (self._ready & (self._num_launched < self._max_new)).nonzero()
+        if self._prefilling:
+            lanes = lanes[:0]  # a step reads every weight, however few rows are ready yet
         if not segments and len(lanes) == 0:
             assert self.num_live or not self._waiting, "rows wait for pages that nobody gives back"
             return None

@@ -131,10 +131,10 @@ class IOSlot:
             self.runs,
         )
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.scores = torch.zeros((max_rows, num_scores), device=device)
+        self.scores = torch.zeros((max_rows, num_scores), dtype=torch.float32, device=device)
         pinned = device.type == "cuda"
-        self._host_tokens = torch.zeros(max_rows, dtype=torch.int64, pin_memory=pinned)
-        self._host_scores = torch.zeros((max_rows, num_scores), pin_memory=pinned)
+        self._host_tokens = torch.zeros_like(self.tokens, device="cpu", pin_memory=pinned)
+        self._host_scores = torch.zeros_like(self.scores, device="cpu", pin_memory=pinned)
         # ALIAS: NumPy reads the pinned tensors
         self._read: tuple[Ints, Floats] = self._host_tokens.numpy(), self._host_scores.numpy()
         self._streams = streams

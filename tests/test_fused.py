@@ -1,5 +1,7 @@
 """q/k/v and gate/up as one product over the trainer's own storage."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -44,7 +46,7 @@ def test_checkpoints_are_what_they_were(tmp_path):
 def test_rollouts_are_on_policy_through_updates(family):
     model = tiny.build(family)
     with RolloutEngine(model, FUSED) as engine:
-        groups = 1 if family == "qwen3_moe" else 2  # experts are no linear layers
+        groups = 1 if family in ("qwen3_moe", "gpt_oss") else 2  # experts are no linear layers
         assert engine.twin.num_fused == groups * 3
         tiny.assert_on_policy(engine, model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -64,12 +66,44 @@ def test_weights_that_were_pulled_apart_are_separate_products_again():
         assert engine.twin.num_fused == 5
 
 
-def test_layers_with_adapters_are_left_alone():
-    config = LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+@pytest.mark.parametrize(
+    "targets", [["v_proj"], ["q_proj", "v_proj", "up_proj"], "all-linear"], ids=str
+)
+def test_adapters_go_with_their_group_through_updates_and_switches(targets):
+    config = LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
+    model = get_peft_model(tiny.build("qwen2"), config)
+    with RolloutEngine(model, FUSED) as engine:
+        for change in (
+            lambda: None,
+            lambda: [p.data.mul_(1.5) for name, p in model.named_parameters() if "lora" in name],
+            model.merge_adapter,
+            model.unmerge_adapter,
+            model.base_model.disable_adapter_layers,
+            model.base_model.enable_adapter_layers,
+        ):
+            change()
+            tiny.assert_on_policy(engine, model)
+            assert engine.twin.num_fused == 6
+
+
+def test_adapters_that_are_more_than_a_product_are_left_alone():
+    config = LoraConfig(target_modules=["v_proj"], init_lora_weights=False, use_dora=True)
     model = get_peft_model(tiny.build(), config)
     with RolloutEngine(model, FUSED) as engine:
         assert engine.twin.num_fused == 3
         tiny.assert_on_policy(engine, model)
+
+
+def test_cast_weights_lie_together_unasked():
+    model = tiny.build()
+    with RolloutEngine(
+        model, replace(FUSED, fuse_projections=False), autocast_dtype=torch.bfloat16
+    ) as engine:
+        assert engine.twin.num_fused == 6
+        (completion,) = engine.generate([[9, 10, 11]], SIX)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            wanted = tiny.logprobs(model.eval(), [9, 10, 11], completion.token_ids)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=0.03)
 
 
 def test_nothing_is_fused_unless_asked():

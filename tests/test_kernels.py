@@ -10,6 +10,7 @@ import torch
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.attention import PagedAttention
 from rollout.kernels import paged_attention as torch_attention
+from rollout.kernels import flash
 from rollout.kernels import sample as torch_sample
 from rollout.kv_cache import KVCache, KVLayout
 
@@ -215,6 +216,22 @@ def test_prefill_in_pieces_equals_the_reference(shape, dtype, options):
             assert_close(found[mine], wanted, dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 128])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (12, 4, 96), (4, 2, 80), (8, 1, 256)], ids=str)
+def test_torchs_kernel_attends_over_packed_prompts_as_the_reference(shape, window):
+    paged = Paged(LENGTHS[:-2], *shape, 256, torch.bfloat16)
+    query = paged.queries(sum(paged.lengths))
+    lengths = torch.tensor(paged.lengths, device=DEVICE)
+    found = flash.attend_packed(
+        query, paged.keys, paged.values, lengths.cumsum(0) - lengths,
+        longest=max(paged.lengths), scale=0.2, window=window,
+    )  # fmt: skip
+    for row, mine in enumerate(torch.arange(len(query), device=DEVICE).split(paged.lengths)):
+        wanted = paged.expected(query[mine], row, 0, scale=0.2, window=window)
+        assert_close(found[mine], wanted, torch.bfloat16)
+
+
 @pytest.mark.skipif(ON_GPU, reason="every GPU test of the engine shows it there")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkeypatch):
@@ -224,8 +241,13 @@ def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkey
         where = (paged.block_table_LP, paged.lanes_T, paged.positions_T)
         store_kv_triton.store_kv(keys, values, paged.kv_cache.layer(layer), *where)
 
-    def attend(paged, layer, query, **options):
-        return paged._attend_on_gpu(paged.kv_cache.layer(layer), query, options)
+    def attend(paged, layer, query, *new, **options):
+        cache = paged.kv_cache.layer(layer)
+        if paged.segments is not None:
+            return paged._prefill_on_gpu(cache, query, new, options)
+        where = (paged.block_table_LP, paged.lanes_T, paged.positions_T)
+        context = paged.max_context
+        return triton_attention.decode(query, cache, *where, max_context=context, **options)
 
     monkeypatch.setattr(PagedAttention, "store", store)
     monkeypatch.setattr(PagedAttention, "attend", attend)

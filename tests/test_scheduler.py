@@ -423,8 +423,10 @@ def test_rule_4_only_an_eos_overruns_and_by_one_token(work, depth):
         num_tokens = len(completion.token_ids)
         at_limit = num_tokens == rollout.requests[row].sampling.max_new_tokens
         overruns = depth == 2 and not at_limit
-        assert rollout.num_launched[row] == num_tokens + overruns
-        num_overruns += overruns
+        # Steps that prefill more prompts to come decode nothing, so an EOS need not overrun.
+        overrun = rollout.num_launched[row] - num_tokens
+        assert 0 <= overrun <= overruns
+        num_overruns += overrun
     if "reset" not in rollout.seen:  # else rows that were given up count, too
         assert rollout.stats.overrun_tokens == num_overruns
 

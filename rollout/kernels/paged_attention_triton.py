@@ -5,6 +5,7 @@ alone: decode counts keys from position 0 in splits of a fixed length, and adds 
 order. Prefill does not split, so beyond the first split the two may round differently.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -14,9 +15,26 @@ from torch import Tensor
 
 from rollout.kernels import SPLIT_TOKENS
 
+# Fastest of those tried on an H200; see examples/README.md.
 _QUERY_BLOCK = 64
+_DECODE = {"num_warps": 2, "num_stages": 3}
+_PREFILL = {"num_warps": 4, "num_stages": 2}
 _MIN_DOT_ROWS = 16  # the least that a side of a matrix unit's product can have
-_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _load(places, tokens, limit, DIM: tl.constexpr, DIM_PAD: tl.constexpr, EDGE: tl.constexpr):
+    """Load keys or values, `(BLOCK, DIM_PAD)`, zeros where there are none."""
+    dims = tl.arange(0, DIM_PAD)
+    if EDGE and DIM != DIM_PAD:
+        return tl.load(places, mask=(tokens < limit)[:, None] & (dims < DIM)[None, :], other=0.0)
+    elif EDGE:
+        return tl.load(places, mask=(tokens < limit)[:, None], other=0.0)
+    elif DIM != DIM_PAD:
+        return tl.load(places, mask=(dims < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(places)
 
 
 @triton.jit
@@ -47,7 +65,7 @@ def _attend(
     """Fold keys `[start, start + BLOCK)` into the running softmax of each query row.
 
     `last` is the position of each query; keys at or past `limit` are not read. Without `EDGE`
-    every query sees every key of the block.
+    every query sees every key of the block. `scale` turns scores into logarithms to base 2.
     """
     tokens = start + tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM_PAD)
@@ -59,27 +77,28 @@ def _attend(
         pages = tl.load(table + tokens // PAGE, mask=there, other=0).to(tl.int64)
         places = pages * page_stride + (tokens % PAGE) * token_stride
     offsets = places[:, None] + dims[None, :]
-    mask = (dims < DIM)[None, :]
-    if EDGE:
-        mask = mask & (tokens < limit)[:, None]
-    keys = tl.load(K + offsets, mask=mask, other=0.0)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    keys = _load(K + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if HAS_SOFTCAP:
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E) / softcap) + 1.0))
-    scores = scores * _LOG2E
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap)) + 1.0))
+        scale = _LOG2E
     if EDGE:
         visible = tokens[None, :] <= last[:, None]
         if HAS_WINDOW:
             visible = visible & (tokens[None, :] > last[:, None] - window)
         scores = tl.where(visible, scores, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    # A row that has seen no key yet keeps a peak of -inf, and -inf - -inf is no number.
-    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    weights = tl.exp2(scores - anchor[:, None])
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    anchor = new_peak
+    if EDGE:
+        # A row that has seen no key yet keeps a peak of -inf, and -inf - -inf is no number.
+        anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    # Fused by name: a compiler left to itself fuses here and not there, and rounds unalike.
+    weights = tl.exp2(tl.fma(scores, scale, -anchor[:, None]))
     fade = tl.exp2(peak - anchor)
-    total = total * fade + tl.sum(weights, 1)
-    values = tl.load(V + offsets, mask=mask, other=0.0)
-    mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    total = tl.fma(total, fade, tl.sum(weights, 1))
+    values = _load(V + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
+    weights = weights.to(values.dtype)
+    mixed = tl.dot(weights, values, mixed * fade[:, None], input_precision="ieee")
     return new_peak, total, mixed
 
 
@@ -237,7 +256,9 @@ def _prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    run, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The longest tiles first, so that short ones fill the gaps at the end.
+    head, run = tl.program_id(0), tl.program_id(1)
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)
     lane = tl.load(RUNS + run * 4)
     packed_start = tl.load(RUNS + run * 4 + 1)
     count = tl.load(RUNS + run * 4 + 2)
@@ -326,9 +347,10 @@ def decode(
     group = sizes["HEADS"] // cache[0].shape[2]
     _decode_kernel[(num_rows, cache[0].shape[2], num_splits)](
         query, *cache, block_table_LP, lanes_R, positions_R, sinks_H, parts, lse,
-        block_table_LP.stride(0), *strides, window or 0, scale, softcap or 0.0, num_splits,
+        block_table_LP.stride(0), *strides, window or 0, scale * _LOG2E.value, softcap or 0.0,
+        num_splits,
         GROUP=group, GROUP_PAD=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, num_warps=2, num_stages=3, **sizes,
+        SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, **_DECODE, **sizes,
     )  # fmt: skip
     if num_splits > 1:
         _add_splits_kernel[(num_rows * num_heads,)](
@@ -372,11 +394,11 @@ def prefill(
     output = torch.empty_like(query)
     sizes, strides = _sizes(query, cache, window, softcap, sinks_H)
     tiles = triton.cdiv(max_run_tokens, _QUERY_BLOCK)
-    _prefill_kernel[(len(runs_N4), query.shape[1], tiles)](
+    _prefill_kernel[(query.shape[1], len(runs_N4), tiles)](
         query, *cache, block_table_LP, runs_N4, sinks_H, output,
-        block_table_LP.stride(0), *strides, window or 0, scale, softcap or 0.0,
+        block_table_LP.stride(0), *strides, window or 0, scale * _LOG2E.value, softcap or 0.0,
         GROUP=sizes["HEADS"] // cache[0].shape[2], QUERIES=_QUERY_BLOCK,
-        num_warps=4, num_stages=2, **sizes,
+        **_PREFILL, **sizes,
     )  # fmt: skip
     return output
 

@@ -1,0 +1,57 @@
+"""Causal attention over whole packed prompts, by torch's own flash kernel."""
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def serves(query_THD: Tensor, softcap: float | None, sinks_H: Tensor | None) -> bool:
+    """Whether the kernel knows such heads and scores, and the GPU knows the kernel."""
+    known = query_THD.dtype in _DTYPES and query_THD.shape[-1] % 8 == 0
+    plain = softcap is None and sinks_H is None
+    return known and plain and torch.cuda.get_device_capability(query_THD.device) >= (8, 0)
+
+
+def attend_packed(
+    query_THD: Tensor,
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    starts_N: Tensor,
+    *,
+    longest: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend within each of N sequences that lie one behind the other.
+
+    Args:
+        query_THD: Queries, 16 bit.
+        keys_TKD: Keys of the same tokens.
+        values_TKD: Values of the same tokens.
+        starts_N: First token of each sequence, int64; the last one ends with the tokens.
+        longest: Tokens of the longest sequence.
+        scale: Multiplies the scores.
+        window: Tokens a query sees, itself included. `None`: all.
+
+    Returns:
+        `(T, H, D)`.
+    """
+    num_tokens = starts_N.new_full((1,), len(query_THD))
+    bounds = torch.cat([starts_N, num_tokens]).int()
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query_THD,
+        keys_TKD,
+        values_TKD,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        0.0,  # dropout
+        True,  # causal
+        False,  # debug mask
+        scale=scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )
+    return output
