@@ -17,6 +17,9 @@ from rollout.request import Segment
 from rollout.sampling import sample
 from rollout.slots import IOSlot
 
+# A compiler takes equal sizes for one and the same; this one is no model's.
+_WARM_UP_ROWS = 13
+
 
 class LanguageModel(Protocol):
     """What a step needs of a model."""
@@ -96,8 +99,8 @@ class Forward:
     @torch.no_grad()
     def warm_up(self) -> None:
         """Run padding rows, so that whatever is compiled on first use is."""
-        lanes = torch.full_like(self.lanes.positions_L[:1], self.lanes.trash_lane)
-        self.decode(lanes.expand(2).contiguous(), 1)
+        positions = self.lanes.positions_L
+        self.decode(positions.new_full((_WARM_UP_ROWS,), self.lanes.trash_lane), 1)
 
     def prefill(self, slot: IOSlot, segments: Sequence[Segment]) -> None:
         """Write the KV of prompt tokens. Nothing is sampled, so no row's logits are computed."""

@@ -59,7 +59,7 @@ class _Product:
     def __init__(self) -> None:
         self._down: nn.Parameter | None = None
         self._input: Tensor | None = None
-        self._outputs: Sequence[Tensor] = ()
+        self._outputs: list[Tensor] = []
 
     def bind(self, layers: Sequence[nn.Module]) -> None:
         """Take over the layers' present weights."""
@@ -68,10 +68,10 @@ class _Product:
         shape = (sum(layer.out_features for layer in linears), *first.shape[1:])
         # ALIAS: one view of what the optimizer writes
         self._weight = nn.Parameter(first.as_strided(shape, first.stride()), requires_grad=False)
-        self._biases: list[Tensor] = [layer.bias for layer in linears if layer.bias is not None]
+        self._biases: list[Tensor] = [x.bias for x in linears if x.bias is not None]
         self._sizes = [layer.out_features for layer in linears]
         self._adapters = [_adapter(layer) for layer in layers]
-        downs = [adapter.down for adapter in self._adapters if adapter is not None]
+        downs: list[Tensor] = [x.down for x in self._adapters if x is not None]
         self._ranks = [len(down) for down in downs]
         if not downs:
             self._down = None
@@ -86,14 +86,14 @@ class _Product:
             self._input, self._outputs = states, self._compute(states)
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
-            self._input, self._outputs = None, ()
+            self._input, self._outputs = None, []
         return output
 
-    def _compute(self, states: Tensor) -> Sequence[Tensor]:
+    def _compute(self, states: Tensor) -> list[Tensor]:
         bias = torch.cat(self._biases) if self._biases else None
         outputs = linear(states, self._weight, bias).split(self._sizes, dim=-1)
         if self._down is None:
-            return outputs
+            return list(outputs)
         lows = iter(linear(states.to(self._down.dtype), self._down).split(self._ranks, dim=-1))
         # Operation by operation what PEFT does, so that it rounds alike.
         return [

@@ -6,6 +6,7 @@ nothing, and every call below is done when it returns.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.request import Admission, Batch, Floats, Ints, Segment
+
+
+@cache
+def _streams(device: torch.device) -> tuple[Any, Any, Any]:
+    """Three streams of a device, for every engine: cuBLAS keeps a workspace for each it has met."""
+    # The model's device need not be the current one.
+    where = [device] if device.type == "cuda" else []
+    new_stream = torch.get_device_module(device).Stream
+    return new_stream(*where), new_stream(*where), new_stream(*where)
 
 
 class Streams:
@@ -25,9 +35,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.module: Any = torch.get_device_module(device)
-        # The model's device need not be the current one.
-        where = [device] if device.type == "cuda" else []
-        self.h2d, self.compute, self.d2h = (self.module.Stream(*where) for _ in range(3))
+        self.h2d, self.compute, self.d2h = _streams(device)
         self._device = device
 
     def take_over(self) -> None:

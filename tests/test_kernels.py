@@ -9,8 +9,8 @@ import torch
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.attention import PagedAttention
-from rollout.kernels import paged_attention as torch_attention
 from rollout.kernels import flash
+from rollout.kernels import paged_attention as torch_attention
 from rollout.kernels import sample as torch_sample
 from rollout.kv_cache import KVCache, KVLayout
 

@@ -106,6 +106,7 @@ def recorded(monkeypatch):
     """A two-slot engine with its recorder; copies and kernels are logged with their stream."""
     recorder = Recorder()
     monkeypatch.setattr(torch, "get_device_module", lambda device: recorder)
+    monkeypatch.setattr(rollout.slots, "_streams", rollout.slots._streams.__wrapped__)
 
     def logged(owner, name, what):
         call = getattr(owner, name)

@@ -93,11 +93,12 @@ def _chunk_kernel(
         anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
         weights = tl.exp(scaled - anchor)
         fade = tl.exp(peak - anchor)
-        total = total * fade + tl.sum(tl.sum(weights, 1), 0)
         if ENTROPY:
-            # A masked logit has no weight, and 0 * -inf is no number.
-            share = tl.where(weights > 0.0, weights * scaled, 0.0)
-            mass = mass * fade + tl.sum(tl.sum(share, 1), 0)
+            # Below the peak, for accuracy. A masked logit is -inf, and 0 * -inf is no number.
+            lower = tl.where(total > 0.0, (peak - anchor) * total, 0.0)
+            share = tl.where(weights > 0.0, weights * (scaled - anchor), 0.0)
+            mass = (mass + lower) * fade + tl.sum(tl.sum(share, 1), 0)
+        total = total * fade + tl.sum(tl.sum(weights, 1), 0)
         peak = new_peak
     at = row * num_chunks + chunk
     tl.store(SCORES + at, best)
@@ -131,14 +132,15 @@ def _row_kernel(
     peaks = tl.load(PEAKS + at, mask=there, other=-float("inf"))
     peak = tl.max(peaks, 0)
     fades = tl.exp(peaks - peak)
-    total = tl.sum(tl.load(TOTALS + at, mask=there, other=0.0) * fades, 0)
-    normalizer = peak + tl.log(total)
+    totals = tl.load(TOTALS + at, mask=there, other=0.0)
+    total = tl.sum(totals * fades, 0)
     best = row * num_chunks + index
     tl.store(TOKENS + row, tl.load(CHOICES + best).to(tl.int64))
-    tl.store(OUT + row * NUM_SCORES, tl.load(CHOSEN + best) - normalizer)
+    tl.store(OUT + row * NUM_SCORES, tl.load(CHOSEN + best) - peak - tl.log(total))
     if NUM_SCORES == 2:
-        mass = tl.sum(tl.load(MASSES + at, mask=there, other=0.0) * fades, 0)
-        tl.store(OUT + row * NUM_SCORES + 1, normalizer - mass / total)
+        lower = tl.where(totals > 0.0, (peaks - peak) * totals, 0.0)
+        masses = tl.load(MASSES + at, mask=there, other=0.0) + lower
+        tl.store(OUT + row * NUM_SCORES + 1, tl.log(total) - tl.sum(masses * fades, 0) / total)
 
 
 def sample(
