@@ -1,11 +1,10 @@
 """Paged attention in Triton: decode in splits, and prefill; defined by `paged_attention`.
 
-Decode and prefill share `_attend`, one inner function. A row's result depends on its own length
+Decode and prefill share one inner function. A row's result depends on its own length
 alone: decode counts keys from position 0 in splits of a fixed length, and adds the splits up in
 order. Prefill does not split, so beyond the first split the two may round differently.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -14,101 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels import SPLIT_TOKENS
+from rollout.kernels.inner_triton import LOG2E, add_sink, attend
 
 # Fastest of those tried on an H200; see examples/README.md.
 _QUERY_BLOCK = 64
 _DECODE = {"num_warps": 2, "num_stages": 3}
 _PREFILL = {"num_warps": 4, "num_stages": 2}
 _MIN_DOT_ROWS = 16  # the least that a side of a matrix unit's product can have
-_LOG2E = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit
-def _load(places, tokens, limit, DIM: tl.constexpr, DIM_PAD: tl.constexpr, EDGE: tl.constexpr):
-    """Load keys or values, `(BLOCK, DIM_PAD)`, zeros where there are none."""
-    dims = tl.arange(0, DIM_PAD)
-    if EDGE and DIM != DIM_PAD:
-        return tl.load(places, mask=(tokens < limit)[:, None] & (dims < DIM)[None, :], other=0.0)
-    elif EDGE:
-        return tl.load(places, mask=(tokens < limit)[:, None], other=0.0)
-    elif DIM != DIM_PAD:
-        return tl.load(places, mask=(dims < DIM)[None, :], other=0.0)
-    else:
-        return tl.load(places)
-
-
-@triton.jit
-def _attend(
-    query,
-    K,
-    V,
-    table,
-    page_stride,
-    token_stride,
-    start,
-    limit,
-    last,
-    window,
-    scale,
-    softcap,
-    peak,
-    total,
-    mixed,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Fold keys `[start, start + BLOCK)` into the running softmax of each query row.
-
-    `last` is the position of each query; keys at or past `limit` are not read. Without `EDGE`
-    every query sees every key of the block. `scale` turns scores into logarithms to base 2.
-    """
-    tokens = start + tl.arange(0, BLOCK)
-    dims = tl.arange(0, DIM_PAD)
-    if PAGE % BLOCK == 0:
-        page = tl.load(table + start // PAGE).to(tl.int64)
-        places = page * page_stride + (start % PAGE + tl.arange(0, BLOCK)) * token_stride
-    else:
-        there = tokens < limit if EDGE else tokens >= 0
-        pages = tl.load(table + tokens // PAGE, mask=there, other=0).to(tl.int64)
-        places = pages * page_stride + (tokens % PAGE) * token_stride
-    offsets = places[:, None] + dims[None, :]
-    keys = _load(K + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    if HAS_SOFTCAP:
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap)) + 1.0))
-        scale = _LOG2E
-    if EDGE:
-        visible = tokens[None, :] <= last[:, None]
-        if HAS_WINDOW:
-            visible = visible & (tokens[None, :] > last[:, None] - window)
-        scores = tl.where(visible, scores, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-    anchor = new_peak
-    if EDGE:
-        # A row that has seen no key yet keeps a peak of -inf, and -inf - -inf is no number.
-        anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    # Fused by name: a compiler left to itself fuses here and not there, and rounds unalike.
-    weights = tl.exp2(tl.fma(scores, scale, -anchor[:, None]))
-    fade = tl.exp2(peak - anchor)
-    total = tl.fma(total, fade, tl.sum(weights, 1))
-    values = _load(V + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
-    weights = weights.to(values.dtype)
-    mixed = tl.dot(weights, values, mixed * fade[:, None], input_precision="ieee")
-    return new_peak, total, mixed
-
-
-@triton.jit
-def _add_sink(peak, total, sink):
-    """Give a sink its weight: how far the sums so far shrink, and the new total."""
-    sink = sink.to(tl.float32) * _LOG2E
-    new_peak = tl.maximum(peak, sink)
-    fade = tl.exp2(peak - new_peak)
-    return fade, total * fade + tl.exp2(sink - new_peak)
 
 
 @triton.jit
@@ -164,20 +75,20 @@ def _decode_kernel(
     K, V = K + kv_head * head_stride, V + kv_head * head_stride
     full = first + (stop - first) // BLOCK * BLOCK
     for start in range(first, full, BLOCK):
-        peak, total, mixed = _attend(
+        peak, total, mixed = attend(
             query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
             softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
             EDGE=HAS_WINDOW,
         )  # fmt: skip
     if full < stop:
-        peak, total, mixed = _attend(
+        peak, total, mixed = attend(
             query, K, V, table, page_stride, token_stride, full, stop, last, window, scale,
             softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
             EDGE=True,
         )  # fmt: skip
     if HAS_SINKS and not IN_SPLITS:
         sink = tl.load(SINKS + heads, mask=heads < HEADS, other=0.0)
-        fade, total = _add_sink(peak, total, sink)
+        fade, total = add_sink(peak, total, sink)
         mixed = mixed * fade[:, None]
     output = mixed / total[:, None]
     if IN_SPLITS:
@@ -224,7 +135,7 @@ def _add_splits_kernel(
         total += weight
         mixed += weight * tl.load(PARTS + part * DIM + dims, mask=dims < DIM, other=0.0)
     if HAS_SINKS:
-        fade, total = _add_sink(peak, total, tl.load(SINKS + at % HEADS))
+        fade, total = add_sink(peak, total, tl.load(SINKS + at % HEADS))
         mixed = mixed * fade
     tl.store(OUT + at * DIM + dims, (mixed / total).to(OUT.dtype.element_ty), mask=dims < DIM)
 
@@ -285,19 +196,19 @@ def _prefill_kernel(
     # Blocks that every query of the tile sees whole, then those that some see in part.
     full = (first_position + tile * QUERIES + 1) // BLOCK * BLOCK
     for start in range(first, full, BLOCK):
-        peak, total, mixed = _attend(
+        peak, total, mixed = attend(
             query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
             softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
             EDGE=HAS_WINDOW,
         )  # fmt: skip
     for start in range(tl.maximum(first, full), stop, BLOCK):
-        peak, total, mixed = _attend(
+        peak, total, mixed = attend(
             query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
             softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
             EDGE=True,
         )  # fmt: skip
     if HAS_SINKS:
-        fade, total = _add_sink(peak, total, tl.load(SINKS + head))
+        fade, total = add_sink(peak, total, tl.load(SINKS + head))
         mixed = mixed * fade[:, None]
     tl.store(OUT + at, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=mine)
 
@@ -347,7 +258,7 @@ def decode(
     group = sizes["HEADS"] // cache[0].shape[2]
     _decode_kernel[(num_rows, cache[0].shape[2], num_splits)](
         query, *cache, block_table_LP, lanes_R, positions_R, sinks_H, parts, lse,
-        block_table_LP.stride(0), *strides, window or 0, scale * _LOG2E.value, softcap or 0.0,
+        block_table_LP.stride(0), *strides, window or 0, scale * LOG2E.value, softcap or 0.0,
         num_splits,
         GROUP=group, GROUP_PAD=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
         SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, **_DECODE, **sizes,
@@ -396,7 +307,7 @@ def prefill(
     tiles = triton.cdiv(max_run_tokens, _QUERY_BLOCK)
     _prefill_kernel[(query.shape[1], len(runs_N4), tiles)](
         query, *cache, block_table_LP, runs_N4, sinks_H, output,
-        block_table_LP.stride(0), *strides, window or 0, scale * _LOG2E.value, softcap or 0.0,
+        block_table_LP.stride(0), *strides, window or 0, scale * LOG2E.value, softcap or 0.0,
         GROUP=sizes["HEADS"] // cache[0].shape[2], QUERIES=_QUERY_BLOCK,
         **_PREFILL, **sizes,
     )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Decoder layers compiled once for all of them, or left as they are."""
+
+import logging
+import shutil
+
+import pytest
+import tiny
+from torch._dynamo.utils import counters
+
+from rollout import RolloutConfig, RolloutEngine, SamplingParams, twin
+
+CONFIG = RolloutConfig(
+    max_rows=4, page_tokens=4, prefill_tokens=20, compile_layers=True, fuse_projections=True
+)
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, eos_token_ids=(tiny.EOS,))
+
+
+def assert_generates(engine, model):
+    prompts = tiny.prompts(9, longest=30)
+    completions = engine.generate(prompts, GREEDY)
+    model.eval()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.token_ids == tiny.greedy(model, prompt, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_one_compilation_serves_every_layer_size_and_update():
+    model = tiny.build()
+    counters.clear()
+    with RolloutEngine(model, CONFIG) as engine:
+        assert_generates(engine, model)
+        assert engine.twin.compiled
+        assert engine.twin.num_fused == 6
+        assert engine.stats.warmup_s > 0
+        for parameter in model.parameters():
+            parameter.data.mul_(1.1)
+        assert_generates(engine, model)
+        tiny.assert_on_policy(engine, model)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(monkeypatch, caplog):
+    def compile_layers(base):
+        for layer in base.model.layers:
+            layer.forward = broken
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such operation\nand more")
+
+    monkeypatch.setattr(twin, "compile_layers", compile_layers)
+    model = tiny.build()
+    with caplog.at_level(logging.WARNING), RolloutEngine(model, CONFIG) as engine:
+        assert_generates(engine, model)
+        assert not engine.twin.compiled
+        tiny.assert_on_policy(engine, model)
+    messages = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
+    assert messages == [
+        "decoder layers cannot be compiled and run as they are, more slowly: no such operation"
+    ]
