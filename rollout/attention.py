@@ -123,9 +123,8 @@ class PagedAttention:
         outputs = []
         if num_paged:
             runs_N4, longest = self.runs_N4[:num_paged], max(counts[:num_paged])
-            where = (self.block_table_LP, runs_N4)
-            query = query_THD[:first]
-            outputs.append(kernels.prefill(query, cache, *where, max_run_tokens=longest, **options))
+            how = {"longest": longest, "block_table_LP": self.block_table_LP, **options}
+            outputs.append(kernels.attend_runs(query_THD[:first], cache, runs_N4, **how)[0])
         if first < len(query_THD):
             query, keys, values = (states[first:] for states in (query_THD, *new))
             starts_N, longest = self.runs_N4[num_paged:, 1] - first, max(counts[num_paged:])

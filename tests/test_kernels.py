@@ -201,14 +201,10 @@ def test_prefill_in_pieces_equals_the_reference(shape, dtype, options):
     runs = torch.tensor([starts, counts, firsts], device=DEVICE)
     runs = torch.cat([paged.lanes[None], runs]).T.contiguous()
     query = paged.queries(sum(counts))
-    found = triton_attention.prefill(
-        query,
-        paged.cache,
-        paged.table,
-        runs,
-        max_run_tokens=max(counts),
+    found, _ = triton_attention.attend_runs(
+        query, paged.cache, runs, longest=max(counts), block_table_LP=paged.table,
         **paged.options(**options),
-    )
+    )  # fmt: skip
     for row, (start, count, first) in enumerate(zip(starts, counts, firsts, strict=True)):
         if count <= 5000:  # the reference holds every score
             mine = slice(start, start + count)

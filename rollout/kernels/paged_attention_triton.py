@@ -1,9 +1,4 @@
-"""Paged attention in Triton: decode in splits, and prefill; defined by `paged_attention`.
-
-Decode and prefill share one inner function. A row's result depends on its own length
-alone: decode counts keys from position 0 in splits of a fixed length, and adds the splits up in
-order. Prefill does not split, so beyond the first split the two may round differently.
-"""
+"""Attention in Triton, of one query a row or of runs of them; defined by `paged_attention`."""
 
 from typing import Any
 
@@ -13,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels import SPLIT_TOKENS
-from rollout.kernels.inner_triton import LOG2E, add_sink, attend
+from rollout.kernels.inner_triton import LOG2E, add_sink, attend_split, fold
 
 # Fastest of those tried on an H200; see examples/README.md.
 _QUERY_BLOCK = 64
@@ -24,36 +19,13 @@ _MIN_DOT_ROWS = 16  # the least that a side of a matrix unit's product can have
 
 @triton.jit
 def _decode_kernel(
-    Q,
-    K,
-    V,
-    TABLE,
-    LANES,
-    POSITIONS,
-    SINKS,
-    OUT,
-    LSE,
-    table_stride,
-    page_stride,
-    token_stride,
-    head_stride,
-    window,
-    scale,
-    softcap,
-    num_splits,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    IN_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+    Q, K, V, TABLE, LANES, POSITIONS, SINKS, OUT, LSE,
+    table_stride, page_stride, token_stride, head_stride, window, scale, softcap, num_splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, IN_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(POSITIONS + row)
     first = split * SPLIT
@@ -64,109 +36,63 @@ def _decode_kernel(
         return
     table = TABLE + tl.load(LANES + row) * table_stride
     heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
+    there = tl.arange(0, GROUP_PAD) < GROUP
     dims = tl.arange(0, DIM_PAD)
-    mine = (tl.arange(0, GROUP_PAD) < GROUP)[:, None] & (dims < DIM)[None, :]
-    at = (row.to(tl.int64) * HEADS + heads)[:, None]
-    query = tl.load(Q + at * DIM + dims[None, :], mask=mine, other=0.0)
+    mine = there[:, None] & (dims < DIM)[None, :]
+    at = row.to(tl.int64) * HEADS + heads
+    query = tl.load(Q + at[:, None] * DIM + dims[None, :], mask=mine, other=0.0)
     last = tl.zeros([GROUP_PAD], tl.int64) + position
-    peak = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     K, V = K + kv_head * head_stride, V + kv_head * head_stride
     full = first + (stop - first) // BLOCK * BLOCK
-    for start in range(first, full, BLOCK):
-        peak, total, mixed = attend(
-            query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
-            softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
-            EDGE=HAS_WINDOW,
-        )  # fmt: skip
-    if full < stop:
-        peak, total, mixed = attend(
-            query, K, V, table, page_stride, token_stride, full, stop, last, window, scale,
-            softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
-            EDGE=True,
-        )  # fmt: skip
-    if HAS_SINKS and not IN_SPLITS:
-        sink = tl.load(SINKS + heads, mask=heads < HEADS, other=0.0)
-        fade, total = add_sink(peak, total, sink)
-        mixed = mixed * fade[:, None]
-    output = mixed / total[:, None]
+    mean, lse = attend_split(
+        query, K, V, table, page_stride, token_stride, first, full, stop, last, window, scale,
+        softcap, GROUP_PAD, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
     if IN_SPLITS:
         part = at * num_splits + split
-        tl.store(OUT + part * DIM + dims[None, :], output, mask=mine)
-        lse = (peak + tl.log2(total))[:, None]
-        tl.store(LSE + part, lse, mask=(tl.arange(0, GROUP_PAD) < GROUP)[:, None])
+        tl.store(OUT + part[:, None] * DIM + dims[None, :], mean, mask=mine)
+        tl.store(LSE + part, lse, mask=there)
     else:
-        tl.store(OUT + at * DIM + dims[None, :], output.to(OUT.dtype.element_ty), mask=mine)
+        if HAS_SINKS:
+            lse, mean = add_sink(lse, mean, tl.load(SINKS + heads, mask=there, other=0.0))
+        output = mean.to(OUT.dtype.element_ty)
+        tl.store(OUT + at[:, None] * DIM + dims[None, :], output, mask=mine)
 
 
 @triton.jit
 def _add_splits_kernel(
-    PARTS,
-    LSE,
-    POSITIONS,
-    SINKS,
-    OUT,
-    window,
-    num_splits,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Add up a row's splits in order, so that their number in the graph changes no bit."""
+    PARTS, LSE, POSITIONS, SINKS, OUT, window, num_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Fold a head's splits in order, so that their number in the graph changes no bit."""
     at = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + at // HEADS)
-    dims = tl.arange(0, DIM_PAD)
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    one = tl.zeros([1], tl.int64)
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(position - window + 1, 0) // SPLIT
-    end = position // SPLIT + 1
-    peak = -float("inf")
-    for split in range(begin, end):
-        peak = tl.maximum(peak, tl.load(LSE + at * num_splits + split))
-    total = 0.0
-    mixed = tl.zeros([DIM_PAD], tl.float32)
-    for split in range(begin, end):
+    lse, mean = tl.full([1], -float("inf"), tl.float32), tl.zeros([1, DIM_PAD], tl.float32)
+    for split in range(begin, position // SPLIT + 1):
         part = at * num_splits + split
-        weight = tl.exp2(tl.load(LSE + part) - peak)
-        total += weight
-        mixed += weight * tl.load(PARTS + part * DIM + dims, mask=dims < DIM, other=0.0)
+        split_mean = tl.load(PARTS + part * DIM + dims, mask=dims < DIM, other=0.0)
+        lse, mean = fold(lse, mean, tl.load(LSE + part + one), split_mean)
     if HAS_SINKS:
-        fade, total = add_sink(peak, total, tl.load(SINKS + at % HEADS))
-        mixed = mixed * fade
-    tl.store(OUT + at * DIM + dims, (mixed / total).to(OUT.dtype.element_ty), mask=dims < DIM)
+        lse, mean = add_sink(lse, mean, tl.load(SINKS + at % HEADS + one))
+    tl.store(OUT + at * DIM + dims, mean.to(OUT.dtype.element_ty), mask=dims < DIM)
 
 
 @triton.jit
-def _prefill_kernel(
-    Q,
-    K,
-    V,
-    TABLE,
-    RUNS,
-    SINKS,
-    OUT,
-    table_stride,
-    page_stride,
-    token_stride,
-    head_stride,
-    window,
-    scale,
-    softcap,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+def _runs_kernel(
+    Q, K, V, TABLE, RUNS, SINKS, OUT, LSE,
+    table_stride, page_stride, token_stride, head_stride, window, scale, softcap, num_tokens,
+    HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, QUERIES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):  # fmt: skip
     # The longest tiles first, so that short ones fill the gaps at the end.
     head, run = tl.program_id(0), tl.program_id(1)
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
@@ -174,43 +100,38 @@ def _prefill_kernel(
     packed_start = tl.load(RUNS + run * 4 + 1)
     count = tl.load(RUNS + run * 4 + 2)
     first_position = tl.load(RUNS + run * 4 + 3)
-    index = tile * QUERIES + tl.arange(0, QUERIES)
     if tile * QUERIES >= count:
         return
-    table = TABLE + lane * table_stride
+    row = packed_start if PAGE == 0 else TABLE + lane * table_stride
+    index = tile * QUERIES + tl.arange(0, QUERIES)
+    there = index < count
     dims = tl.arange(0, DIM_PAD)
-    mine = (index < count)[:, None] & (dims < DIM)[None, :]
+    mine = there[:, None] & (dims < DIM)[None, :]
     at = ((packed_start + index) * HEADS + head)[:, None] * DIM + dims[None, :]
     query = tl.load(Q + at, mask=mine, other=0.0)
     last = first_position + index
+    newest = first_position + tile * QUERIES  # of the tile's first query; it sees that many and one
     stop = first_position + tl.minimum(tile * QUERIES + QUERIES, count)
     first = tl.zeros([], tl.int64)
     if HAS_WINDOW:
-        oldest = first_position + tile * QUERIES - window + 1
-        first = tl.maximum(oldest, 0) // BLOCK * BLOCK
-    peak = tl.full([QUERIES], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, DIM_PAD], tl.float32)
-    kv = (head // GROUP) * head_stride
-    K, V = K + kv, V + kv
-    # Blocks that every query of the tile sees whole, then those that some see in part.
-    full = (first_position + tile * QUERIES + 1) // BLOCK * BLOCK
-    for start in range(first, full, BLOCK):
-        peak, total, mixed = attend(
-            query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
-            softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
-            EDGE=HAS_WINDOW,
+        first = tl.maximum(newest - window + 1, 0) // BLOCK * BLOCK
+    K, V = K + (head // GROUP) * head_stride, V + (head // GROUP) * head_stride
+    lse = tl.full([QUERIES], -float("inf"), tl.float32)
+    mean = tl.zeros([QUERIES, DIM_PAD], tl.float32)
+    for split in range(first // SPLIT, (stop - 1) // SPLIT + 1):
+        begin = tl.maximum(first, split * SPLIT)
+        end = tl.minimum(stop, split * SPLIT + SPLIT)
+        full = tl.maximum(begin, tl.minimum(end, newest + 1) // BLOCK * BLOCK)
+        split_mean, split_lse = attend_split(
+            query, K, V, row, page_stride, token_stride, begin, full, end, last, window, scale,
+            softcap, QUERIES, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
-    for start in range(tl.maximum(first, full), stop, BLOCK):
-        peak, total, mixed = attend(
-            query, K, V, table, page_stride, token_stride, start, stop, last, window, scale,
-            softcap, peak, total, mixed, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
-            EDGE=True,
-        )  # fmt: skip
+        lse, mean = fold(lse, mean, split_lse, split_mean)
     if HAS_SINKS:
-        fade, total = add_sink(peak, total, tl.load(SINKS + head))
-        mixed = mixed * fade[:, None]
-    tl.store(OUT + at, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=mine)
+        lse, mean = add_sink(lse, mean, tl.load(SINKS + head))
+    tl.store(OUT + at, mean.to(OUT.dtype.element_ty), mask=mine)
+    if HAS_LSE:
+        tl.store(LSE + head * num_tokens + packed_start + index, lse / LOG2E, mask=there)
 
 
 def decode(
@@ -272,46 +193,58 @@ def decode(
     return output
 
 
-def prefill(
+def attend_runs(
     query_THD: Tensor,
-    cache: tuple[Tensor, Tensor],
-    block_table_LP: Tensor,
+    keys_and_values: tuple[Tensor, Tensor],
     runs_N4: Tensor,
     *,
-    max_run_tokens: int,
+    longest: int,
     scale: float,
+    block_table_LP: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Attend with packed runs of prompt tokens, each over its own row's pages.
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with packed runs of tokens, each over its own row from the row's first token on.
 
     Args:
         query_THD: Queries of all runs.
-        cache: A layer's keys and values, those of the queries included.
-        block_table_LP: Page ids of each lane, int64.
+        keys_and_values: A layer's pages, each `(pages, page_tokens, K, D)`; or, without
+            `block_table_LP`, those of the packed tokens, each `(T, K, D)`.
         runs_N4: Lane, first packed token, number of tokens, first position of each run, int64.
-        max_run_tokens: Tokens of the longest run.
+        longest: Tokens of the longest run.
         scale: Multiplies the scores.
+        block_table_LP: Page ids of each lane, int64.
         window: Tokens a query sees, itself included. `None`: all.
         softcap: Caps the scores.
         sinks_H: A score of each head that takes weight and has no value.
+        with_lse: Also return the natural logarithm of each query's sum of weights.
 
     Returns:
-        `(T, H, D)` in the query's dtype.
+        `(T, H, D)` in the query's dtype, 0 for tokens of no run; and `(H, T)`, float32, or `None`.
     """
     assert runs_N4.is_contiguous()
     query = query_THD.contiguous()
-    output = torch.empty_like(query)
-    sizes, strides = _sizes(query, cache, window, softcap, sinks_H)
-    tiles = triton.cdiv(max_run_tokens, _QUERY_BLOCK)
-    _prefill_kernel[(query.shape[1], len(runs_N4), tiles)](
-        query, *cache, block_table_LP, runs_N4, sinks_H, output,
-        block_table_LP.stride(0), *strides, window or 0, scale * LOG2E.value, softcap or 0.0,
-        GROUP=sizes["HEADS"] // cache[0].shape[2], QUERIES=_QUERY_BLOCK,
-        **_PREFILL, **sizes,
+    num_tokens, num_heads, _ = query.shape
+    output = torch.zeros_like(query)
+    lse = output
+    if with_lse:
+        lse = torch.zeros((num_heads, num_tokens), dtype=torch.float32, device=query.device)
+    if block_table_LP is None:
+        keys_and_values = tuple(states[None] for states in keys_and_values)  # type: ignore[assignment]
+    sizes, strides = _sizes(query, keys_and_values, window, softcap, sinks_H)
+    if block_table_LP is None:
+        sizes["PAGE"] = 0
+    tiles = triton.cdiv(longest, _QUERY_BLOCK)
+    _runs_kernel[(num_heads, len(runs_N4), tiles)](
+        query, *keys_and_values, block_table_LP, runs_N4, sinks_H, output, lse,
+        0 if block_table_LP is None else block_table_LP.stride(0), *strides,
+        window or 0, scale * LOG2E.value, softcap or 0.0, num_tokens,
+        GROUP=num_heads // keys_and_values[0].shape[2], QUERIES=_QUERY_BLOCK, SPLIT=SPLIT_TOKENS,
+        HAS_LSE=with_lse, **_PREFILL, **sizes,
     )  # fmt: skip
-    return output
+    return output, lse if with_lse else None
 
 
 def _sizes(
