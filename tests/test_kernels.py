@@ -277,3 +277,73 @@ def test_a_rows_result_is_the_same_bits_beside_any_others(dtype):
     assert torch.equal(decode(everyone[::-1], max(LENGTHS)), together.flip(0))
     for row, length in enumerate(LENGTHS):
         assert torch.equal(decode([row], length)[0], together[row])
+
+
+def assert_same_bits(found, wanted):
+    """Or almost so in the interpreter, whose products are NumPy's and follow their size."""
+    if ON_GPU:
+        assert torch.equal(found, wanted)
+    else:
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], OPTIONS[2], {"window": 40, "softcap": 3.0}], ids=str
+)
+def test_decode_prefill_and_the_trainers_forward_agree_to_the_last_bit(options, dtype):
+    """Each position of each row: by one query, by runs over pages in pieces, by packed runs."""
+    lengths = [length for length in LENGTHS if length < 5000]
+    paged = Paged(lengths, *SHAPES[0], dtype)
+    paged.store()
+    how = paged.options(**options)
+    query = paged.queries(sum(lengths))
+    counts = torch.tensor(lengths, device=DEVICE)
+    starts, zeros = counts.cumsum(0) - counts, torch.zeros_like(counts)
+    runs = torch.stack([paged.lanes, starts, counts, zeros], dim=1)
+    new = (paged.keys, paged.values)
+    packed, lse = triton_attention.attend_runs(
+        query, new, runs, longest=max(lengths), with_lse=True, **how
+    )
+    assert lse.isfinite().all()
+    pages = {"block_table_LP": paged.table, **how}
+    in_pages, _ = triton_attention.attend_runs(
+        query, paged.cache, runs, longest=max(lengths), **pages
+    )
+    assert_same_bits(in_pages, packed)
+    firsts = counts // 3
+    pieces = torch.stack([paged.lanes, starts + firsts, counts - firsts, firsts], dim=1)
+    second, _ = triton_attention.attend_runs(
+        query, paged.cache, pieces, longest=max(lengths), **pages
+    )
+    in_second = second.flatten(1).any(1)
+    assert in_second.sum() == (counts - firsts).sum()
+    assert_same_bits(second[in_second], packed[in_second])
+    for part in torch.arange(len(query), device=DEVICE).split(512):
+        decoded = triton_attention.decode(
+            query[part], paged.cache, paged.table, paged.row_lanes[part], paged.positions[part],
+            max_context=max(lengths), **how,
+        )  # fmt: skip
+        assert_same_bits(decoded, packed[part])
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_logarithms_of_the_weights_are_those_of_the_scores(options):
+    paged = Paged([5, 40, 70], *SHAPES[0], torch.float32)
+    how = paged.options(**options)
+    query, counts = paged.queries(115), torch.tensor([5, 40, 70], device=DEVICE)
+    starts, zeros = counts.cumsum(0) - counts, torch.zeros_like(counts)
+    runs = torch.stack([zeros, starts, counts, zeros], dim=1)
+    new = (paged.keys, paged.values)
+    _, lse = triton_attention.attend_runs(query, new, runs, longest=70, with_lse=True, **how)
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        run = slice(start, start + count)
+        keys = paged.keys[run].repeat_interleave(paged.heads // paged.keys.shape[1], 1)
+        scores = torch.einsum("qhd,khd->hqk", query[run], keys) * how["scale"]
+        behind = torch.arange(count, device=DEVICE)[:, None] - torch.arange(count, device=DEVICE)
+        visible = (behind >= 0) & (behind < (how["window"] or count))
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if how["sinks_H"] is not None:
+            sinks = how["sinks_H"].view(-1, 1, 1).expand(-1, count, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        torch.testing.assert_close(lse[:, run], scores.logsumexp(-1), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Causal attention over whole packed prompts, by torch's own flash kernel."""
+"""Causal attention over whole packed sequences by torch's own flash kernels, and its backward."""
 
 import torch
 from torch import Tensor
@@ -51,7 +51,63 @@ def attend_packed(
         True,  # causal
         False,  # debug mask
         scale=scale,
-        window_size_left=None if window is None else window - 1,
-        window_size_right=None if window is None else 0,
+        **_window(window),
     )
     return output
+
+
+def backward_packed(
+    gradient_THD: Tensor,
+    query_THD: Tensor,
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    output_THD: Tensor,
+    lse_HT: Tensor,
+    bounds: Tensor,
+    *,
+    longest: int,
+    scale: float,
+    window: int | None = None,
+) -> list[Tensor]:
+    """Gradients of queries, keys and values, from any forward's output and logarithms.
+
+    Args:
+        gradient_THD: Gradient of the output.
+        query_THD: Queries, 16 bit.
+        keys_TKD: Keys.
+        values_TKD: Values.
+        output_THD: What attention gave.
+        lse_HT: Natural logarithm of each query's sum of weights, float32; inf takes a query out.
+        bounds: Where each sequence begins, and where the last one ends.
+        longest: No sequence has more tokens.
+        scale: Multiplies the scores.
+        window: Tokens a query sees, itself included. `None`: all.
+    """
+    bounds, unused = bounds.int(), bounds.new_zeros(2, dtype=torch.uint64)
+    return list(
+        torch.ops.aten._flash_attention_backward(
+            gradient_THD,
+            query_THD,
+            keys_TKD,
+            values_TKD,
+            output_THD,
+            lse_HT,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            0.0,  # dropout
+            True,  # causal
+            unused,
+            unused[0],
+            scale=scale,
+            **_window(window),
+        )
+    )
+
+
+def _window(window: int | None) -> dict[str, int | None]:
+    return {
+        "window_size_left": None if window is None else window - 1,
+        "window_size_right": None if window is None else 0,
+    }

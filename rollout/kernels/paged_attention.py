@@ -57,7 +57,7 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention with grouped heads; key `i` lies at position `i`. Computed in float32.
+    """Causal attention with grouped heads; key `i` lies at position `i`. In float32 at least.
 
     Args:
         query_NQHD: Queries.
@@ -80,16 +80,18 @@ def attend(
         visible_NQC &= key_positions > positions_NQ[..., None] - window
     # A value that nobody may see can be NaN, and 0 * NaN is NaN: take it out before the product.
     reached_NC11 = visible_NQC.any(dim=1)[..., None, None]
-    values = torch.where(reached_NC11, values_NCKD, 0.0).float().permute(0, 2, 1, 3)
-    keys = keys_NCKD.float().permute(0, 2, 3, 1)
+    wide = torch.promote_types(query_NQHD.dtype, torch.float32)
+    values = torch.where(reached_NC11, values_NCKD, 0.0).to(wide).permute(0, 2, 1, 3)
+    keys = keys_NCKD.to(wide).permute(0, 2, 3, 1)
     # A group's query heads share a key head: they are rows of one product.
-    query = query_NQHD.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    query = query_NQHD.to(wide).unflatten(2, (num_kv_heads, -1))
+    query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (query @ keys * scale).unflatten(2, (-1, num_queries))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible_NQC[:, None, None], float("-inf"))
     if sinks_H is not None:
-        sinks = sinks_H.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = sinks_H.to(wide).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     mixed = scores.softmax(dim=-1)[..., :context].flatten(2, 3) @ values
     output = mixed.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)

@@ -222,7 +222,8 @@ def attend_runs(
         with_lse: Also return the natural logarithm of each query's sum of weights.
 
     Returns:
-        `(T, H, D)` in the query's dtype, 0 for tokens of no run; and `(H, T)`, float32, or `None`.
+        `(T, H, D)` in the query's dtype, 0 for tokens of no run; and `(H, T)`, float32, inf for
+        them, or `None`.
     """
     assert runs_N4.is_contiguous()
     query = query_THD.contiguous()
@@ -230,7 +231,8 @@ def attend_runs(
     output = torch.zeros_like(query)
     lse = output
     if with_lse:
-        lse = torch.zeros((num_heads, num_tokens), dtype=torch.float32, device=query.device)
+        shape = (num_heads, num_tokens)
+        lse = torch.full(shape, torch.inf, dtype=torch.float32, device=query.device)
     if block_table_LP is None:
         keys_and_values = tuple(states[None] for states in keys_and_values)  # type: ignore[assignment]
     sizes, strides = _sizes(query, keys_and_values, window, softcap, sinks_H)

@@ -1,0 +1,221 @@
+"""The trainer's attention in exact mode: to the last bit what the rollout computes, and a backward.
+
+Shape letters: B rows, T tokens of a row or all of them packed, N runs, H query heads, K key/value
+heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from rollout.errors import UnsupportedModel
+from rollout.kernels import flash
+from rollout.kernels.paged_attention import attend
+
+EXACT_ATTENTION = "twinslot_exact"
+
+
+@torch.library.custom_op("twinslot::exact_attention", mutates_args=())
+def exact_attention(
+    query_THD: Tensor,
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    runs_N4: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within runs of packed tokens, each from its first token on.
+
+    Args:
+        query_THD: Queries.
+        keys_TKD: Keys.
+        values_TKD: Values.
+        runs_N4: 0, first token, number of tokens, 0 of each run, int64.
+        longest: No run has more tokens.
+        scale: Multiplies the scores.
+        window: Tokens a query sees, itself included. `None`: all.
+        softcap: Caps the scores.
+        sinks_H: A score of each head that takes weight and has no value.
+
+    Returns:
+        `(T, H, D)`, 0 for tokens of no run, and the natural logarithm of each query's sum of
+        weights, `(H, T)`, float32, inf for tokens of no run.
+    """
+    if query_THD.is_cuda:
+        from rollout.kernels import paged_attention_triton as kernels  # not there on every CPU
+
+        options = {"window": window, "softcap": softcap, "sinks_H": sinks_H}
+        new = (keys_TKD.contiguous(), values_TKD.contiguous())
+        how: dict[str, Any] = {"longest": longest, "scale": scale, "with_lse": True, **options}
+        output, lse_HT = kernels.attend_runs(query_THD, new, runs_N4, **how)
+        assert lse_HT is not None
+        return output, lse_HT
+    output = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
+    for run in _slices(runs_N4):
+        query, keys, values = query_THD[run], keys_TKD[run], values_TKD[run]
+        output[run] = _definition(query, keys, values, scale, window, softcap, sinks_H)
+    # The definition's backward asks for no logarithms.
+    return output, output.new_full((query_THD.shape[1], len(query_THD)), torch.inf).float()
+
+
+@exact_attention.register_fake
+def _(query_THD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    output = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+    shape = (query_THD.shape[1], query_THD.shape[0])
+    return output, query_THD.new_empty(shape, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, keys, values, runs, longest, scale, window, softcap, sinks = inputs
+    ctx.save_for_backward(query, keys, values, *output, runs, sinks)
+    ctx.how = (longest, scale, window, softcap)
+
+
+def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients by torch's flash backward where it serves, from our output and logarithms.
+
+    Else by the plain definition, whose scores take memory of the square of a run's length.
+    """
+    query, keys, values, output, lse_HT, runs_N4, sinks_H = ctx.saved_tensors
+    longest, scale, window, softcap = ctx.how
+    if query.is_cuda and flash.serves(query, softcap, sinks_H):
+        saved = (query, keys, values, output, lse_HT, _bounds(runs_N4, len(query)))
+        how: dict[str, Any] = {"longest": longest, "scale": scale, "window": window}
+        found = flash.backward_packed(gradient_THD.contiguous(), *saved, **how)
+    else:
+        found = _by_definition(gradient_THD, (query, keys, values, sinks_H), runs_N4, ctx.how)
+    sinks = found[3] if sinks_H is not None else None
+    return (*found[:3], None, None, None, None, None, sinks)
+
+
+def _by_definition(
+    gradient_THD: Tensor, inputs: tuple[Tensor | None, ...], runs_N4: Tensor, how: tuple[Any, ...]
+) -> list[Tensor]:
+    """Gradients of queries, keys, values, and of sinks where there are any, run by run."""
+    _, scale, window, softcap = how
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs if tensor is not None]
+    gradients = [torch.zeros_like(leaf) for leaf in leaves]
+    for run in _slices(runs_N4):
+        with torch.enable_grad():
+            query, keys, values = (leaf[run] for leaf in leaves[:3])
+            sinks_H = leaves[3] if len(leaves) > 3 else None
+            output = _definition(query, keys, values, scale, window, softcap, sinks_H)
+        found = torch.autograd.grad(output, leaves, gradient_THD[run])
+        for gradient, part in zip(gradients, found, strict=True):
+            gradient += part
+    return gradients
+
+
+exact_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _definition(
+    query_THD: Tensor,
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """One run by the function that defines the rollout's attention."""
+    positions = torch.arange(len(query_THD), device=query_THD.device)[None]
+    how: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": sinks_H}
+    return attend(query_THD[None], keys_TKD[None], values_TKD[None], positions, scale=scale, **how)[
+        0
+    ]
+
+
+def _slices(runs_N4: Tensor) -> list[slice]:
+    spans = runs_N4[:, 1:3].tolist()  # SYNC: the plain definition goes run by run
+    return [slice(start, start + count) for start, count in spans if count]
+
+
+def _bounds(runs_N4: Tensor, num_tokens: int) -> Tensor:
+    """Where runs, and the padding between them, begin; and where the last one ends, `(2N + 2,)`."""
+    starts, counts = runs_N4[:, 1], runs_N4[:, 2]
+    inner = torch.stack([starts, starts + counts], dim=1).flatten()
+    zero = inner.new_zeros(1)
+    return torch.cat([zero, inner, zero + num_tokens])
+
+
+def exact_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of the trainer's model in exact mode.
+
+    Args:
+        module: The attention layer.
+        query: `(B, H, T, D)`.
+        key: `(B, K, T, D)`.
+        value: `(B, K, T, D)`.
+        attention_mask: True where a token is real, `(B, T)`, in one piece a row. `None`: all are.
+        scaling: Multiplies the scores. `None`: `D ** -0.5`.
+        sliding_window: Tokens a query sees, itself included. `None`: all.
+        softcap: Caps the scores (Gemma 2).
+        s_aux: Sinks, `(H,)` (gpt-oss).
+        dropout: Must be 0.
+        cu_seq_lens_q: Where packed sequences begin, and where the last one ends; with B = 1.
+        others: What changes no result here.
+
+    Returns:
+        `(B, T, H, D)`, and no attention weights.
+
+    Raises:
+        UnsupportedModel: The rollout could not compute the same.
+    """
+    batch, _, tokens, dim = query.shape
+    if dropout or key.shape[2] != tokens:
+        reason = f"dropout of {dropout}" if dropout else "KV cache"
+        raise UnsupportedModel(f"{type(module).__name__}: on_policy='exact' knows no {reason}")
+    runs_N4 = _runs(attention_mask, cu_seq_lens_q, batch, tokens, query.device)
+    query_THD, keys_TKD, values_TKD = (
+        states.transpose(1, 2).flatten(0, 1).to(value.dtype) for states in (query, key, value)
+    )
+    scale = scaling if scaling is not None else dim**-0.5
+    how = (tokens, scale, sliding_window, softcap, s_aux)
+    output, _ = exact_attention(query_THD, keys_TKD, values_TKD, runs_N4, *how)
+    return output.unflatten(0, (batch, tokens)), None
+
+
+def _runs(
+    mask_BT: Tensor | None, bounds: Tensor | None, batch: int, tokens: int, device: torch.device
+) -> Tensor:
+    """The runs of real tokens in a batch, `(N, 4)`; see `exact_attention`."""
+    if bounds is not None:
+        starts, counts = bounds[:-1].long(), bounds.diff().long()
+    else:
+        starts = torch.arange(batch, device=device) * tokens
+        counts = torch.full_like(starts, tokens)
+        if mask_BT is not None:
+            real = mask_BT.bool()
+            starts, counts = starts + real.int().argmax(1), real.sum(1)
+    zeros = torch.zeros_like(starts)
+    return torch.stack([zeros, starts, counts, zeros], dim=1)
+
+
+def _padding_mask(*_: Any, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+    """Transformers' hook for masks: the batch's own, `(B, T)`."""
+    return attention_mask
+
+
+AttentionInterface.register(EXACT_ATTENTION, exact_attention_forward)
+AttentionMaskInterface.register(EXACT_ATTENTION, _padding_mask)
