@@ -38,6 +38,7 @@ class PagedAttention:
         max_context: No token's context is longer, itself included; decode alone reads it.
         segments: What is prefilled; `None` where every token is a row of its own (decode).
         runs_N4: The same on the device: lane, first packed token, tokens, first position, int64.
+        exact: Attend as the trainer does in exact mode, by one kernel alone.
     """
 
     kv_cache: KVCache
@@ -47,6 +48,7 @@ class PagedAttention:
     max_context: int = 0
     segments: Sequence[Segment] | None = None
     runs_N4: Tensor | None = None
+    exact: bool = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -116,10 +118,11 @@ class PagedAttention:
         assert self.segments is not None
         assert self.runs_N4 is not None
         counts = [len(segment.tokens) for segment in self.segments]
-        num_paged = len(counts)
-        if flash.serves(query_THD, options["softcap"], options["sinks_H"]):
+        num_paged, first = len(counts), len(query_THD)
+        plain = flash.serves(query_THD, options["softcap"], options["sinks_H"])
+        if plain and not self.exact:
             num_paged = sum(segment.start > 0 for segment in self.segments)
-        first = sum(counts[:num_paged])
+            first = sum(counts[:num_paged])
         outputs = []
         if num_paged:
             runs_N4, longest = self.runs_N4[:num_paged], max(counts[:num_paged])

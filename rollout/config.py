@@ -40,8 +40,12 @@ class RolloutConfig:
     num_slots: int = 2
     """IO slots: 2 overlaps host and device, 1 is the synchronous mode."""
 
+    on_policy: str = "close"
+    """`close`: log-probabilities differ from the trainer's by rounding alone. `exact`: on one GPU,
+    not at all; the trainer then attends by the same kernel. See the README."""
+
     compile_layers: bool | None = None
-    """Compile decoder layers, which takes seconds, once. `None`: on a GPU."""
+    """Compile decoder layers, which takes seconds, once. `None`: on a GPU, unless `exact`."""
 
     fuse_projections: bool = False
     """Move the weights of q/k/v and of gate/up into one buffer each, when the engine is made, and
@@ -52,6 +56,11 @@ class RolloutConfig:
 
     progress_bar: bool = False
     """Show a `tqdm` bar of finished rows while generating."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether rollouts equal the trainer's forward to the last bit."""
+        return self.on_policy == "exact"
 
     @property
     def num_scores(self) -> int:
@@ -78,5 +87,12 @@ class RolloutConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: it must be True or False")
+        if self.on_policy not in ("close", "exact"):
+            raise ConfigError(f"on_policy={self.on_policy!r}: it must be 'close' or 'exact'")
+        if self.exact and self.compile_layers:
+            raise ConfigError(
+                "compile_layers=True with on_policy='exact': compiled norms and activations round "
+                "unlike the trainer's; leave one of them out"
+            )
         if not isinstance(self.compile_layers, bool | None):
             raise ConfigError(f"compile_layers={self.compile_layers!r}: True, False or None")

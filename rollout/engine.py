@@ -25,6 +25,7 @@ from rollout.errors import (
     OutOfMemory,
     UnsupportedModel,
 )
+from rollout.exact import check_products
 from rollout.forward import Forward, Lanes
 from rollout.fused import lay_together
 from rollout.graphs import GraphCache
@@ -81,9 +82,10 @@ class RolloutEngine:
         check_placed(model)
         if self.config.fuse_projections:
             lay_together(base_of(model))
+        exact, on_gpu = self.config.exact, next(model.parameters()).device.type == "cuda"
         compiled = self.config.compile_layers
         if compiled is None:
-            compiled = next(model.parameters()).device.type == "cuda"
+            compiled = on_gpu and not exact
         self.twin = Twin(model, autocast_dtype, compiled=compiled)
         self.max_row_tokens = self.config.max_row_tokens or self.twin.max_positions
         max_row_pages = pages_for(self.max_row_tokens, self.config.page_tokens)
@@ -102,7 +104,15 @@ class RolloutEngine:
             device=device,
         )
         lanes = Lanes.empty(max_rows, max_row_pages, device)
-        forward = Forward(self.twin, self.kv_cache, lanes, self.config.num_scores)
+        least_rows = check_products(self.twin.base, self.twin.autocast) if exact and on_gpu else 1
+        forward = Forward(
+            self.twin,
+            self.kv_cache,
+            lanes,
+            self.config.num_scores,
+            exact=exact,
+            least_rows=least_rows,
+        )
         self.graphs = GraphCache(forward, self.streams, max_rows, device)
         self._compiled_builds = 0
         self._closed = False

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rollout.attention import PagedAttention
 from rollout.kv_cache import KVCache
@@ -86,13 +87,24 @@ class Forward:
         kv_cache: Pages that the model's attention reads and writes.
         lanes: State of the running rows.
         num_scores: 1 for the log-probability of each token, 2 for the entropy as well.
+        exact: Attend as the trainer does in exact mode.
+        least_rows: On a GPU a prefill of fewer tokens is padded to so many.
     """
 
     def __init__(
-        self, model: LanguageModel, kv_cache: KVCache, lanes: Lanes, num_scores: int = 1
+        self,
+        model: LanguageModel,
+        kv_cache: KVCache,
+        lanes: Lanes,
+        num_scores: int = 1,
+        *,
+        exact: bool = False,
+        least_rows: int = 1,
     ) -> None:
         self.lanes = lanes
         self.num_scores = num_scores
+        self.least_rows = least_rows
+        self._exact = exact
         self._model = model
         self._kv_cache = kv_cache
 
@@ -106,6 +118,10 @@ class Forward:
         """Write the KV of prompt tokens. Nothing is sampled, so no row's logits are computed."""
         # Tensors of their own, as in decode: a compiler tells views of different bases apart.
         lanes_T, positions_T, tokens_T = (x.contiguous() for x in slot.prefill.value.unbind(1))
+        if lanes_T.is_cuda and len(lanes_T) < self.least_rows:
+            missing = (0, self.least_rows - len(lanes_T))
+            lanes_T = pad(lanes_T, missing, value=self.lanes.trash_lane)
+            positions_T, tokens_T = pad(positions_T, missing), pad(tokens_T, missing)
         paged = PagedAttention(
             kv_cache=self._kv_cache,
             block_table_LP=self.lanes.block_table_LP,
@@ -113,6 +129,7 @@ class Forward:
             positions_T=positions_T,
             segments=segments,
             runs_N4=slot.runs.value,
+            exact=self._exact,
         )
         self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)
 

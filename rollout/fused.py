@@ -67,9 +67,9 @@ class _Product:
         first = linears[0].weight.detach()
         shape = (sum(layer.out_features for layer in linears), *first.shape[1:])
         # ALIAS: one view of what the optimizer writes
-        self._weight = nn.Parameter(first.as_strided(shape, first.stride()), requires_grad=False)
+        self.weight = nn.Parameter(first.as_strided(shape, first.stride()), requires_grad=False)
         self._biases: list[Tensor] = [x.bias for x in linears if x.bias is not None]
-        self._sizes = [layer.out_features for layer in linears]
+        self.sizes = [layer.out_features for layer in linears]
         self._adapters = [_adapter(layer) for layer in layers]
         downs: list[Tensor] = [x.down for x in self._adapters if x is not None]
         self._ranks = [len(down) for down in downs]
@@ -85,13 +85,13 @@ class _Product:
         if states is not self._input:
             self._input, self._outputs = states, self._compute(states)
         output = self._outputs[index]
-        if index == len(self._sizes) - 1:
+        if index == len(self.sizes) - 1:
             self._input, self._outputs = None, []
         return output
 
     def _compute(self, states: Tensor) -> list[Tensor]:
         bias = torch.cat(self._biases) if self._biases else None
-        outputs = linear(states, self._weight, bias).split(self._sizes, dim=-1)
+        outputs = linear(states, self.weight, bias).split(self.sizes, dim=-1)
         if self._down is None:
             return list(outputs)
         lows = iter(linear(states.to(self._down.dtype), self._down).split(self._ranks, dim=-1))

@@ -39,7 +39,8 @@ class GraphCache:
         self.forward = forward
         self.num_eager = 0
         self._streams = streams
-        self._sizes = sorted({min(size, max_rows) for size in (*_SIZES, max_rows)})
+        sizes = (min(size, max_rows) for size in (*_SIZES, max_rows))
+        self._sizes = sorted({max(size, forward.least_rows) for size in sizes})
         self._on_gpu = device.type == "cuda"
         self._signature: Any = None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -48,9 +49,10 @@ class GraphCache:
         self._anchor: torch.cuda.CUDAGraph | None = None
         trash_lane = forward.lanes.trash_lane
         # ALIAS: what the graphs read and write; fixed for their lifetime
-        self._lanes = torch.full((max_rows,), trash_lane, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        shape = (max_rows, forward.num_scores)
+        most = self._sizes[-1]
+        self._lanes = torch.full((most,), trash_lane, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        shape = (most, forward.num_scores)
         self._scores = torch.zeros(shape, dtype=torch.float32, device=device)
 
     @property

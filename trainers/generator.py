@@ -5,6 +5,7 @@ TRL gates importance-sampling correction, `sampling/*` metrics, tools and enviro
 """
 
 import functools
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -16,10 +17,15 @@ import torch
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.errors import RolloutError, UnsupportedTrainer
+from rollout.exact import prepare_trainer
 from rollout.request import Completion, SamplingParams
-from trainers.metrics import log_logp_gap, log_rollout
+from trainers.metrics import log_gap, log_rollout, logp_gaps
 from trainers.support import check_trainer
 
+logger = logging.getLogger(__name__)
+
+_EXACT_GAP = 1e-5
+_SEAM_ATTRIBUTES = ("vllm_generation", "_last_loaded_step", "use_vllm")
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -50,6 +56,8 @@ class RolloutGenerator:
         self._num_turns: int | None = None
         self._seen_step = -1
         self._calls = {"train": 0, "eval": 0}
+        self._before: dict[str, Any] = {}
+        self._warned = False
 
     def attach(self, trainer: Any) -> Self:
         """Become the trainer's generator. Call it after construction, before `train()`.
@@ -70,11 +78,24 @@ class RolloutGenerator:
                 "this generator as rollout_func instead of attaching it"
             )
         self._open(trainer)
+        self._before = {name: getattr(trainer, name, None) for name in _SEAM_ATTRIBUTES}
         # What the trainer's own `if self.use_vllm:` constructor block sets.
         trainer.vllm_generation = self
         trainer._last_loaded_step = -1
         trainer.use_vllm = True
         return self
+
+    def detach(self) -> None:
+        """Leave the trainer as it was, and give the engine's memory back."""
+        trainer = self._trainer
+        if trainer is None:
+            return
+        for name, value in self._before.items():
+            setattr(trainer, name, value)
+        del trainer._generate, trainer._generate_and_score_completions
+        self._undo_exact()
+        self.engine.close()
+        self._trainer = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Serve as TRL's `rollout_func`.
@@ -152,11 +173,16 @@ class RolloutGenerator:
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
         autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
-        self.engine = RolloutEngine(model, self.config, autocast_dtype=autocast_dtype)
+        self._undo_exact = prepare_trainer(model) if self.config.exact else _nothing
+        try:
+            self.engine = RolloutEngine(model, self.config, autocast_dtype=autocast_dtype)
+        except BaseException:
+            self._undo_exact()
+            raise
         self._trainer = trainer
         trainer._generate = functools.partial(self._share_version, trainer._generate)
         trainer._generate_and_score_completions = functools.partial(
-            _score_and_log_gap, trainer, trainer._generate_and_score_completions
+            self._score_and_log_gap, trainer._generate_and_score_completions
         )
 
     def _rollout(self, prompts: list[list[int]]) -> list[Completion]:
@@ -200,6 +226,23 @@ class RolloutGenerator:
         words = np.random.SeedSequence(key).generate_state(num_rows, np.uint64)
         return [int(word) for word in words >> np.uint64(1)]
 
+    def _score_and_log_gap(self, score: Any, inputs: Any) -> Any:
+        """Run TRL's `_generate_and_score_completions`, and log how far the two sides are apart."""
+        scored = score(inputs)
+        gaps = logp_gaps(self._trainer, scored, sample=self.config.exact)
+        if gaps is None:
+            return scored
+        mean, largest = gaps
+        log_gap(self._trainer, mean, largest)
+        if self.config.exact and largest > _EXACT_GAP and not self._warned:
+            self._warned = True
+            logger.warning(
+                "on_policy='exact', and a log-probability of the rollout is %.1e from the "
+                "trainer's; `python -m rollout doctor --exact` finds the layer",
+                largest,
+            )
+        return scored
+
     def _agree(self, failure: Exception | None) -> None:
         """Raise on every rank if any has failed, so that none waits for another for ever."""
         accelerator = self._trainer.accelerator
@@ -216,8 +259,5 @@ class RolloutGenerator:
             )
 
 
-def _score_and_log_gap(trainer: Any, score: Any, inputs: Any) -> Any:
-    """Run TRL's `_generate_and_score_completions`, and log the gap that it makes visible."""
-    scored = score(inputs)
-    log_logp_gap(trainer, scored)
-    return scored
+def _nothing() -> None:
+    """There is nothing to undo."""

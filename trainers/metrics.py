@@ -6,7 +6,12 @@ it to W&B, TensorBoard or trackio with its other metrics.
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rollout.telemetry import RolloutStats
+
+_SAMPLED_ROWS = 2
 
 
 def log_rollout(trainer: Any, stats: RolloutStats) -> None:
@@ -23,19 +28,51 @@ def log_rollout(trainer: Any, stats: RolloutStats) -> None:
     _append(trainer, "rollout/policy_version", stats.policy_version)
 
 
-def log_logp_gap(trainer: Any, scored: dict[str, Any]) -> None:
-    """Log how far the trainer's log-probabilities are from the rollout's, if it computed them.
+def logp_gaps(trainer: Any, scored: dict[str, Any], *, sample: bool) -> tuple[float, float] | None:
+    """How far the trainer's log-probabilities are from the rollout's.
 
     Args:
         trainer: The TRL trainer.
         scored: What `_generate_and_score_completions` returned.
+        sample: Where the trainer has not computed its own, compute those of a few rows.
+
+    Returns:
+        Mean and largest distance, or `None` where there is nothing to compare.
     """
-    trained, sampled = scored.get("old_per_token_logps"), scored.get("sampling_per_token_logps")
-    if trained is None or sampled is None:
-        return
+    sampled, trained = scored.get("sampling_per_token_logps"), scored.get("old_per_token_logps")
+    if sampled is None or (trained is None and not sample):
+        return None
     mask = scored["completion_mask"] * scored.get("tool_mask", 1)
-    gap = ((trained - sampled).abs() * mask).sum() / mask.sum().clamp(min=1)
-    _append(trainer, "rollout/logp_gap", gap.item())
+    if trained is None:
+        sampled, mask = sampled[:_SAMPLED_ROWS], mask[:_SAMPLED_ROWS]
+        trained = _trainers_logps(trainer, scored)
+    gaps = (trained - sampled).abs() * mask
+    return (gaps.sum() / mask.sum().clamp(min=1)).item(), gaps.max().item()
+
+
+@torch.no_grad()
+def _trainers_logps(trainer: Any, scored: dict[str, Any]) -> Tensor:
+    """The trainer's own log-probabilities of the first rows, by its own method."""
+    names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
+    prompts, completions, *masks = (scored[name][:_SAMPLED_ROWS] for name in names)
+    ids, mask = torch.cat([prompts, completions], dim=1), torch.cat(masks, dim=1)
+    logps: Tensor
+    logps, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, ids, mask, completions.shape[1], _SAMPLED_ROWS
+    )
+    return logps
+
+
+def log_gap(trainer: Any, mean: float, largest: float) -> None:
+    """Log the distances that `logp_gaps` found.
+
+    Args:
+        trainer: The TRL trainer.
+        mean: Over the tokens.
+        largest: Of a token.
+    """
+    _append(trainer, "rollout/logp_gap", mean)
+    _append(trainer, "rollout/logp_gap_max", largest)
 
 
 def _append(trainer: Any, name: str, value: float) -> None:

@@ -1,0 +1,108 @@
+"""Exact mode under a stock trainer: what it changes, what it promises, what it takes back."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+import trl_trainer
+from peft import LoraConfig
+
+from rollout import ConfigError, RolloutConfig, UnsupportedModel
+from rollout.exact import prepare_trainer
+from rollout.trainer_attention import EXACT_ATTENTION
+from trainers import generator
+
+EXACT = replace(trl_trainer.ENGINE, on_policy="exact")
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
+def test_without_correction_the_curve_is_that_with_it_and_the_gap_is_watched(tmp_path, adapters):
+    curves = {}
+    for exact in (False, True):
+        config = LoraConfig(target_modules="all-linear", r=4) if adapters else None
+        trainer = trl_trainer.build(
+            tmp_path / str(exact),
+            max_steps=4,
+            peft_config=config,
+            vllm_importance_sampling_correction=not exact,
+        )
+        trl_trainer.attach(trainer, EXACT if exact else trl_trainer.ENGINE)
+        trainer.train()
+        curves[exact] = trl_trainer.logged(trainer, "reward")
+        gaps = trl_trainer.logged(trainer, "rollout/logp_gap_max")
+        assert len(gaps) == 4
+        assert max(gaps) < 1e-5
+        assert bool(trl_trainer.logged(trainer, "sampling/importance_sampling_ratio/mean")) != exact
+    assert curves[True] == pytest.approx(curves[False], abs=1e-6)
+
+
+def test_detach_leaves_the_trainer_as_it_was(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    before = dict(vars(trainer))
+    hooks = len(trainer.model.model._forward_pre_hooks)
+    attached = trl_trainer.attach(trainer, EXACT)
+    assert trainer.model.config._attn_implementation == EXACT_ATTENTION
+    assert len(trainer.model.model._forward_pre_hooks) == hooks + 1
+    attached.detach()
+    attached.detach()
+    assert trainer.model.config._attn_implementation == "sdpa"
+    assert len(trainer.model.model._forward_pre_hooks) == hooks
+    after = dict(vars(trainer))
+    assert {
+        k: v for k, v in after.items() if k not in ("vllm_generation", "_last_loaded_step")
+    } == {k: v for k, v in before.items() if k not in ("vllm_generation", "_last_loaded_step")}
+    trainer.train()  # by its own generation
+    trl_trainer.attach(trl_trainer.build(tmp_path, model=trainer.model), EXACT)
+
+
+def test_it_is_announced_in_one_line(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trl_trainer.attach(trl_trainer.build(tmp_path), EXACT)
+    messages = [record.getMessage() for record in caplog.records if "exact" in record.getMessage()]
+    assert len(messages) == 1
+    assert "detach() undoes it" in messages[0]
+
+
+def test_a_gap_is_warned_of_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(generator, "_EXACT_GAP", -1.0)
+    trainer = trl_trainer.build(tmp_path, vllm_importance_sampling_correction=False)
+    trl_trainer.attach(trainer, EXACT)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    warnings = [r.getMessage() for r in caplog.records if "doctor --exact" in r.getMessage()]
+    assert len(warnings) == 1
+
+
+def test_positions_count_from_a_rows_first_real_token():
+    model = tiny.build().eval()
+    undo = prepare_trainer(model)
+    prompt = [9, 10, 11, 12]
+    ids = torch.tensor([[0, 0, 0, *prompt]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits
+        found = model(ids, attention_mask=mask).logits[:, 3:]
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        own = model(ids, attention_mask=mask, position_ids=torch.arange(7)[None] + 5).logits[:, 3:]
+        assert not torch.equal(own, found)  # given positions are kept
+    undo()
+
+
+def test_dropout_is_refused(tmp_path):
+    config = LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+    trainer = trl_trainer.build(tmp_path, peft_config=config)
+    with pytest.raises(UnsupportedModel, match=r"lora_dropout.default has dropout.*set it to 0"):
+        trl_trainer.attach(trainer, EXACT)
+    model = tiny.build(attention_dropout=0.1)
+    with pytest.raises(UnsupportedModel, match="self_attn has dropout"):
+        prepare_trainer(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_knobs_that_contradict_it_are_refused():
+    with pytest.raises(ConfigError, match="on_policy='near': it must be 'close' or 'exact'"):
+        RolloutConfig(on_policy="near")
+    with pytest.raises(ConfigError, match="compile_layers=True with on_policy='exact'"):
+        RolloutConfig(on_policy="exact", compile_layers=True)
