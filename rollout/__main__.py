@@ -4,10 +4,11 @@ import sys
 
 from rich.console import Console
 
-from rollout import bench, doctor
+from rollout import bench, difference, doctor
 
-USAGE = """python -m rollout doctor    what the engine finds on this machine
-python -m rollout bench     how fast it decodes here; --help says more"""
+USAGE = """python -m rollout doctor            what the engine finds on this machine
+python -m rollout doctor --exact    whether rollouts equal a trainer's forward, and if not, where
+python -m rollout bench             how fast it decodes here; --help says more"""
 
 
 def main(arguments: list[str]) -> None:
@@ -16,6 +17,8 @@ def main(arguments: list[str]) -> None:
     match arguments:
         case ["doctor"]:
             doctor.report(console)
+        case ["doctor", "--exact", *options]:
+            difference.main(options, console)
         case ["bench", *options]:
             bench.main(options)
         case _:

@@ -1,0 +1,139 @@
+"""Where rollout and trainer first differ, module by module."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from rollout.config import RolloutConfig
+from rollout.engine import RolloutEngine
+from rollout.exact import prepare_trainer
+from rollout.request import SamplingParams
+from rollout.support import base_of
+from rollout.workload import SHAPES, build_model
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one module's output in a decode step differs from that in the trainer's forward.
+
+    Attributes:
+        module: Its name in the model.
+        rows: Rows in which some number differs.
+        largest: Largest distance of two numbers.
+    """
+
+    module: str
+    rows: int
+    largest: float
+
+
+def differences(
+    model: nn.Module,
+    config: RolloutConfig,
+    *,
+    num_rows: int = 32,
+    num_tokens: int = 300,
+    autocast_dtype: torch.dtype | None = None,
+) -> list[Difference]:
+    """Compare a decode step in exact mode with the trainer's forward over the same tokens.
+
+    Args:
+        model: A model as a trainer would have it; left as it was found.
+        config: Knobs of the engine.
+        num_rows: Rows of random tokens, each of another length.
+        num_tokens: Tokens of the longest.
+        autocast_dtype: Dtype of the trainer's autocast.
+
+    Returns:
+        One entry for each module that both sides run, in the order in which they run.
+    """
+    base: Any = base_of(model)
+    device = next(base.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(base.config.vocab_size, (num_rows, num_tokens), generator=generator)
+    lengths = torch.randint(2, num_tokens + 1, (num_rows,), generator=generator)
+    lengths[0] = num_tokens
+    mask = torch.arange(num_tokens) >= num_tokens - lengths[:, None]  # padded on the left
+    undo, was_training = prepare_trainer(model), model.training
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
+            _recorded(base) as trainers,
+        ):
+            model.eval()(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
+        config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=None)
+        with RolloutEngine(model, config, autocast_dtype=autocast_dtype) as engine:
+            engine.graphs.prepare = lambda *_: None  # type: ignore[method-assign]
+            prompts = [
+                row[num_tokens - length :].tolist()
+                for row, length in zip(ids, lengths.tolist(), strict=True)
+            ]
+            with _recorded(engine.twin.base) as rollouts:
+                engine.generate(prompts, SamplingParams(max_new_tokens=1))
+    finally:
+        undo()
+        model.train(was_training)
+    return list(_compared(trainers, rollouts, num_rows))
+
+
+@contextmanager
+def _recorded(base: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """What each module gave for the last token of each row, when it last ran."""
+    found: dict[str, Tensor] = {}
+
+    def record(name: str) -> Any:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, Tensor) and output.dim() > 2:
+                found.pop(name, None)  # so that the order is that of the last run
+                found[name] = output.clone()
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in base.named_modules():
+            if name:
+                stack.callback(module.register_forward_hook(record(name)).remove)
+        yield found
+
+
+def _compared(
+    trainers: dict[str, Tensor], rollouts: dict[str, Tensor], num_rows: int
+) -> Iterator[Difference]:
+    for name, output in rollouts.items():
+        if name in trainers:
+            theirs, ours = trainers[name][:, -1], output[0, :num_rows]
+            if theirs.shape == ours.shape:
+                unequal = (theirs != ours).flatten(1).any(dim=1)
+                largest = (theirs.float() - ours.float()).abs().max()
+                yield Difference(name, int(unequal.sum()), float(largest))
+
+
+def main(arguments: list[str], console: Console) -> None:
+    """`python -m rollout doctor --exact`: say whether, and where first."""
+    parser = argparse.ArgumentParser(prog="python -m rollout doctor --exact")
+    parser.add_argument("--model", default="qwen3-0.6b", help=f"{', '.join(SHAPES)}, or a config")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--lora-rank", type=int, default=0)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(options.model, device, options.lora_rank)
+    sizes = {"num_rows": options.rows, "num_tokens": options.tokens}
+    found = differences(model, RolloutConfig(), **sizes)
+    unequal = [difference for difference in found if difference.rows]
+    for difference in unequal[:_SHOWN]:
+        console.print(
+            f"{difference.module}: {difference.rows} of {options.rows} rows differ, "
+            f"by {difference.largest:.1e} at most"
+        )
+    console.print(f"{len(found) - len(unequal)} of {len(found)} modules give the trainer's numbers")
