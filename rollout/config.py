@@ -45,7 +45,7 @@ class RolloutConfig:
     not at all; the trainer then attends by the same kernel. See the README."""
 
     compile_layers: bool | None = None
-    """Compile decoder layers, which takes seconds, once. `None`: on a GPU, unless `exact`."""
+    """Compile decoder layers, which takes seconds, once. `None`: on a GPU."""
 
     fuse_projections: bool = False
     """Move the weights of q/k/v and of gate/up into one buffer each, when the engine is made, and
@@ -89,10 +89,5 @@ class RolloutConfig:
                 raise ConfigError(f"{name}={value!r}: it must be True or False")
         if self.on_policy not in ("close", "exact"):
             raise ConfigError(f"on_policy={self.on_policy!r}: it must be 'close' or 'exact'")
-        if self.exact and self.compile_layers:
-            raise ConfigError(
-                "compile_layers=True with on_policy='exact': compiled norms and activations round "
-                "unlike the trainer's; leave one of them out"
-            )
         if not isinstance(self.compile_layers, bool | None):
             raise ConfigError(f"compile_layers={self.compile_layers!r}: True, False or None")

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from rollout.compiled import decoder_layers
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.exact import prepare_trainer
@@ -42,6 +43,7 @@ def differences(
     num_rows: int = 32,
     num_tokens: int = 300,
     autocast_dtype: torch.dtype | None = None,
+    compiled: bool = False,
 ) -> list[Difference]:
     """Compare a decode step in exact mode with the trainer's forward over the same tokens.
 
@@ -51,6 +53,7 @@ def differences(
         num_rows: Rows of random tokens, each of another length.
         num_tokens: Tokens of the longest.
         autocast_dtype: Dtype of the trainer's autocast.
+        compiled: Compile the rollout's layers; then only whole layers are compared.
 
     Returns:
         One entry for each module that both sides run, in the order in which they run.
@@ -70,14 +73,14 @@ def differences(
             _recorded(base) as trainers,
         ):
             model.eval()(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
-        config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=None)
+        config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=compiled)
         with RolloutEngine(model, config, autocast_dtype=autocast_dtype) as engine:
             engine.graphs.prepare = lambda *_: None  # type: ignore[method-assign]
             prompts = [
                 row[num_tokens - length :].tolist()
                 for row, length in zip(ids, lengths.tolist(), strict=True)
             ]
-            with _recorded(engine.twin.base) as rollouts:
+            with _recorded(engine.twin.base, within_layers=not compiled) as rollouts:
                 engine.generate(prompts, SamplingParams(max_new_tokens=1))
     finally:
         undo()
@@ -86,7 +89,7 @@ def differences(
 
 
 @contextmanager
-def _recorded(base: nn.Module) -> Iterator[dict[str, Tensor]]:
+def _recorded(base: nn.Module, *, within_layers: bool = True) -> Iterator[dict[str, Tensor]]:
     """What each module gave for the last token of each row, when it last ran."""
     found: dict[str, Tensor] = {}
 
@@ -100,8 +103,12 @@ def _recorded(base: nn.Module) -> Iterator[dict[str, Tensor]]:
         return hook
 
     with ExitStack() as stack:
+        hidden: set[nn.Module] = set()
+        if not within_layers:
+            hidden = {part for layer in decoder_layers(base) for part in layer.modules()}
+            hidden -= set(decoder_layers(base))
         for name, module in base.named_modules():
-            if name:
+            if name and module not in hidden:
                 stack.callback(module.register_forward_hook(record(name)).remove)
         yield found
 
@@ -128,12 +135,15 @@ def main(arguments: list[str], console: Console) -> None:
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(options.model, device, options.lora_rank)
-    sizes = {"num_rows": options.rows, "num_tokens": options.tokens}
-    found = differences(model, RolloutConfig(), **sizes)
-    unequal = [difference for difference in found if difference.rows]
-    for difference in unequal[:_SHOWN]:
-        console.print(
-            f"{difference.module}: {difference.rows} of {options.rows} rows differ, "
-            f"by {difference.largest:.1e} at most"
-        )
-    console.print(f"{len(found) - len(unequal)} of {len(found)} modules give the trainer's numbers")
+    sizes: dict[str, Any] = {"num_rows": options.rows, "num_tokens": options.tokens}
+    for compiled in (False, True) if device.type == "cuda" else (False,):
+        found = differences(model, RolloutConfig(), compiled=compiled, **sizes)
+        unequal = [difference for difference in found if difference.rows]
+        for difference in unequal[:_SHOWN]:
+            console.print(
+                f"{difference.module}: {difference.rows} of {options.rows} rows differ, "
+                f"by {difference.largest:.1e} at most"
+            )
+        how = "compiled: " if compiled else ""
+        equal = len(found) - len(unequal)
+        console.print(f"{how}{equal} of {len(found)} modules give the trainer's numbers")

@@ -85,8 +85,8 @@ class RolloutEngine:
         exact, on_gpu = self.config.exact, next(model.parameters()).device.type == "cuda"
         compiled = self.config.compile_layers
         if compiled is None:
-            compiled = on_gpu and not exact
-        self.twin = Twin(model, autocast_dtype, compiled=compiled)
+            compiled = on_gpu
+        self.twin = Twin(model, autocast_dtype, compiled=compiled, exact=exact)
         self.max_row_tokens = self.config.max_row_tokens or self.twin.max_positions
         max_row_pages = pages_for(self.max_row_tokens, self.config.page_tokens)
         self._device = device = self.twin.device

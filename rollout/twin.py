@@ -30,6 +30,7 @@ class Twin:
         autocast_dtype: The dtype of the autocast that the trainer's forward runs under, or
             `None`. The twin runs under the same, so that it rounds alike.
         compiled: Compile decoder layers, on first use.
+        exact: Such that they round as they are, to the last bit.
 
     Attributes:
         compiled: Whether decoder layers are.
@@ -43,10 +44,12 @@ class Twin:
         autocast_dtype: torch.dtype | None = None,
         *,
         compiled: bool = False,
+        exact: bool = False,
     ) -> None:
         self._live = model
         self._autocast_dtype = autocast_dtype
         self.compiled = compiled
+        self._exact = exact
         self._announced = False
         self.num_builds = 0
         self._rebuild()
@@ -171,7 +174,7 @@ class Twin:
             config._experts_implementation = "grouped_mm"
         number_layers(self._base)
         if self.compiled:
-            compile_layers(self._base)
+            compile_layers(self._base, exact=self._exact)
 
     @torch.no_grad()
     def _bind(self) -> None:

@@ -2,9 +2,11 @@
 
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 import tiny
+import torch
 from torch._dynamo.utils import counters
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams, twin
@@ -41,7 +43,7 @@ def test_one_compilation_serves_every_layer_size_and_update():
 
 
 def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(monkeypatch, caplog):
-    def compile_layers(base):
+    def compile_layers(base, exact):
         for layer in base.model.layers:
             layer.forward = broken
 
@@ -58,3 +60,26 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(monkeypatch, 
     assert messages == [
         "decoder layers cannot be compiled and run as they are, more slowly: no such operation"
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_in_exact_mode_means_and_activations_are_torchs_own(monkeypatch):
+    from rollout import compiled_exact
+
+    ran = []
+    means = compiled_exact._LeaveMeans.__call__
+
+    def counted(self, graph):
+        means(self, graph)
+        ran.extend(str(node.target) for node in graph.nodes)
+
+    monkeypatch.setattr(compiled_exact._LeaveMeans, "__call__", counted)
+    model = tiny.build()
+    no_caches = torch._inductor.config.patch(force_disable_caches=True)
+    with no_caches, RolloutEngine(model, replace(CONFIG, on_policy="exact")) as engine:
+        assert_generates(engine, model)
+        assert engine.twin.compiled
+    assert ran.count("twinslot.mean.default") == 4  # two norms of the layer, and of q and k
+    assert ran.count("twinslot.activation.default") == 1
+    assert "aten.mean.dim" not in ran
