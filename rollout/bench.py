@@ -158,6 +158,7 @@ def engine_run(work: Workload, num_slots: int) -> Iterator[EngineRun]:
         kv_bytes=work.kv_bytes,
         kv_fraction=0.9,
         fuse_projections=work.fuse_projections,
+        on_policy=work.on_policy,
     )
     with RolloutEngine(work.model, config) as engine:
         yield EngineRun(engine, work)
@@ -284,6 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-gib", type=float, help="most memory for keys and values")
     parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
     parser.add_argument("--fuse-projections", action="store_true", help="see RolloutConfig")
+    parser.add_argument("--on-policy", default="close", choices=("close", "exact"))
     parser.add_argument("--modes", default="two-slot,one-slot", help=f"of {','.join(MODES)}")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     parser.add_argument("--timeline", type=Path, help="picture of what host and device did")
@@ -312,6 +314,7 @@ def main(arguments: list[str]) -> None:
         lengths=options.lengths,
         kv_bytes=options.kv_gib and int(options.kv_gib * 2**30),
         fuse_projections=options.fuse_projections,
+        on_policy=options.on_policy,
     )
     timelines: dict[str, timeline.Timeline] = {}
     found = {mode: measure(work, mode, timelines) for mode in modes}

@@ -49,6 +49,7 @@ class Workload:
         lengths: `fixed`, or `lognormal`: the median a quarter of `new_tokens`, none longer.
         kv_bytes: Most memory for keys and values. `None`: what each mode takes by default.
         fuse_projections: See `RolloutConfig`.
+        on_policy: Likewise.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Workload:
     lengths: str = "fixed"
     kv_bytes: int | None = None
     fuse_projections: bool = False
+    on_policy: str = "close"
 
     @cached_property
     def prompts(self) -> list[list[int]]:
