@@ -25,7 +25,7 @@ from rollout.errors import (
     OutOfMemory,
     UnsupportedModel,
 )
-from rollout.exact import check_products
+from rollout.exact import make_exact
 from rollout.forward import Forward, Lanes
 from rollout.fused import lay_together
 from rollout.graphs import GraphCache
@@ -104,7 +104,7 @@ class RolloutEngine:
             device=device,
         )
         lanes = Lanes.empty(max_rows, max_row_pages, device)
-        least_rows = check_products(self.twin.base, self.twin.autocast) if exact and on_gpu else 1
+        least_rows = make_exact(self.twin) if exact and on_gpu else 1
         forward = Forward(
             self.twin,
             self.kv_cache,

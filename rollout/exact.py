@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rollout.errors import UnsupportedModel
+from rollout.narrow import narrow_linear
 from rollout.support import base_of
 from rollout.trainer_attention import EXACT_ATTENTION
+from rollout.twin import Twin
 
 logger = logging.getLogger(__name__)
 
@@ -85,32 +87,39 @@ def _prefer_cublaslt(base: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def check_products(base: nn.Module, autocast: Callable[[], Any]) -> int:
-    """Rows from which on every product of the model equals the trainer's, row by row.
+def make_exact(twin: Twin) -> int:
+    """See that each row of every product is the trainer's, whatever the number of rows.
 
     Each distinct shape of linear layer is run at padded sizes and at a trainer's, on random
-    numbers. Layers that differ at some size are named, with what is done about it.
+    numbers. Where cuBLASLt splits a product, ours is tried; where that does not help, smaller
+    batches are padded. Layers that still differ are named.
 
     Args:
-        base: The twin's tree, on a GPU.
-        autocast: The trainer's autocast setting.
+        twin: On a GPU.
 
     Returns:
         The size that smaller batches are padded to.
     """
-    _prefer_cublaslt(base)
-    least = _SIZES[0]
-    for name, weight, parts in _products(base):
-        with autocast():
-            unequal = _unequal_sizes(weight, parts)
-        if not unequal:
-            continue
-        least = max(least, next((size for size in _SIZES if size > max(unequal)), _SIZES[-1]))
-        remedy = f"smaller batches are padded to {least} rows"
-        if max(unequal) == _SIZES[-1]:
-            remedy = "rollouts of this model are close, not exact"
-        text = "products of %s, %s, differ from the trainer's at %s rows: %s"
-        logger.warning(text, name, tuple(weight.shape), unequal, remedy)
+    _prefer_cublaslt(twin.base)
+    least, unsplit = _SIZES[0], set()
+    with twin.autocast():
+        for name, weight, parts in _products(twin.base):
+            wanted, states = _as_the_trainer(weight, parts)
+            if not (unequal := _unequal(linear, states, weight, wanted)):
+                continue
+            shape = (weight.shape[0], weight.shape[1])
+            if not (still := _unequal(_unsplit, states, weight, wanted)):
+                unsplit.add(shape)
+                continue
+            least = max(least, next((s for s in _SIZES if s > max(unequal)), _SIZES[-1]))
+            remedy = f"smaller batches are padded to {least} rows"
+            if max(unequal) == _SIZES[-1]:
+                remedy = "rollouts of this model are close, not exact"
+            text = "products of %s, %s, differ from the trainer's at %s rows (%s unsplit): %s"
+            logger.warning(text, name, shape, unequal, still, remedy)
+    if unsplit:
+        logger.info("unsplit products for shapes %s", sorted(unsplit))
+        twin.use_unsplit_products(unsplit)
     return least
 
 
@@ -131,10 +140,18 @@ def _products(base: nn.Module) -> Iterator[tuple[str, Tensor, list[int]]]:
                 yield name, weight, parts
 
 
-def _unequal_sizes(weight: Tensor, parts: list[int]) -> list[int]:
-    """Sizes at which a product's rows are not those of the trainer's."""
+def _as_the_trainer(weight: Tensor, parts: list[int]) -> tuple[Tensor, Tensor]:
+    """A product of the trainer's size, one part after the other, and the states it is of."""
     generator = torch.Generator(weight.device).manual_seed(0)
     shape = (_TRAINER_TOKENS, weight.shape[1])
     states = torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
-    wanted = torch.cat([linear(states, part) for part in weight.split(parts)], dim=1)
-    return [s for s in _SIZES if not torch.equal(linear(states[:s], weight), wanted[:s])]
+    return torch.cat([linear(states, part) for part in weight.split(parts)], dim=1), states
+
+
+def _unequal(multiply: Any, states: Tensor, weight: Tensor, wanted: Tensor) -> list[int]:
+    """Sizes at which a product's rows are not the wanted ones."""
+    return [s for s in _SIZES if not torch.equal(multiply(states[:s], weight), wanted[:s])]
+
+
+def _unsplit(states: Tensor, weight: Tensor) -> Tensor:
+    return narrow_linear(states, weight, None)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from rollout.narrow import Shape, narrow_linear
+
 # Linear layers that models apply to the same input, by the names they have in transformers.
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -56,7 +58,8 @@ class _Adapter(NamedTuple):
 class _Product:
     """One product for several layers; the first that is called computes for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: Collection[Shape]) -> None:
+        self._narrow = narrow
         self._down: nn.Parameter | None = None
         self._input: Tensor | None = None
         self._outputs: list[Tensor] = []
@@ -91,17 +94,23 @@ class _Product:
 
     def _compute(self, states: Tensor) -> list[Tensor]:
         bias = torch.cat(self._biases) if self._biases else None
-        outputs = linear(states, self.weight, bias).split(self.sizes, dim=-1)
+        outputs = self._multiply(states, self.weight, bias).split(self.sizes, dim=-1)
         if self._down is None:
             return list(outputs)
-        lows = iter(linear(states.to(self._down.dtype), self._down).split(self._ranks, dim=-1))
+        lows = self._multiply(states.to(self._down.dtype), self._down).split(self._ranks, dim=-1)
+        low = iter(lows)
         # Operation by operation what PEFT does, so that it rounds alike.
         return [
             output
             if adapter is None
-            else (output + linear(next(lows), adapter.up) * adapter.scaling).to(output.dtype)
+            else (output + self._multiply(next(low), adapter.up) * adapter.scaling).to(output.dtype)
             for output, adapter in zip(outputs, self._adapters, strict=True)
         ]
+
+    def _multiply(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if tuple(weight.shape) in self._narrow:
+            return narrow_linear(states, weight, bias)
+        return linear(states, weight, bias)
 
 
 @torch.no_grad()
@@ -133,11 +142,12 @@ def lay_together(base: nn.Module, among: Collection[nn.Module] | None = None) ->
 
 
 @torch.no_grad()
-def fuse(base: nn.Module) -> int:
+def fuse(base: nn.Module, narrow: Collection[Shape] = ()) -> int:
     """Let the twin compute each group whose weights lie together by one product.
 
     Args:
         base: The twin's tree, bound to its weights.
+        narrow: Shapes whose products must not be split; see `narrow`.
 
     Returns:
         Groups that are one product.
@@ -146,7 +156,7 @@ def fuse(base: nn.Module) -> int:
     for layers in _groups(base):
         together = _lie_together([_linear(layer) for layer in layers])
         fused += together
-        product = getattr(layers[0], "product", None) or _Product()
+        product = getattr(layers[0], "product", None) or _Product(narrow)
         if together:
             product.bind(layers)
         for index, layer in enumerate(layers):

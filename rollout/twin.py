@@ -6,7 +6,7 @@ that modes, hooks, attention flags, patched forwards and checkpointing of the tw
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.compiled import compile_layers
 from rollout.fused import fuse, lay_together
 from rollout.kv_cache import KVLayout
+from rollout.narrow import Shape, narrow
 from rollout.support import base_of, check_placed
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Twin:
         self._autocast_dtype = autocast_dtype
         self.compiled = compiled
         self._exact = exact
+        self._narrow: frozenset[Shape] = frozenset()
         self._announced = False
         self.num_builds = 0
         self._rebuild()
@@ -112,7 +114,18 @@ class Twin:
             self._rebuild()
         self._bind()
         self._cast()
-        self.num_fused = fuse(self._base)
+        self.num_fused = fuse(self._base, self._narrow)
+        narrow(self._base, self._narrow)
+
+    def use_unsplit_products(self, shapes: Collection[Shape]) -> None:
+        """From now on run no split product in layers of these shapes.
+
+        Args:
+            shapes: Outputs and inputs.
+        """
+        self._narrow = frozenset(shapes)
+        self._rebuild()
+        self.refresh()
 
     def stop_compiling(self, reason: Exception) -> None:
         """Run the layers as they are from now on, and say so."""

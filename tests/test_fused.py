@@ -124,3 +124,21 @@ def test_training_ends_in_the_same_weights(tmp_path):
         results.append(dict(trainer.model.named_parameters()))
     for name, parameter in results[0].items():
         torch.testing.assert_close(results[1][name], parameter, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_unsplit_products_are_the_same_products_and_outlive_a_change_of_adapters(fused, adapters):
+    model = tiny.build("qwen2")
+    if adapters:
+        config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config)
+    shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
+        engine.twin.use_unsplit_products({*shapes, (96, 48), (128, 48), (9, 48), (6, 48)})
+        tiny.assert_on_policy(engine, model)
+        left = [type(m).__name__ for m in engine.twin.base.modules() if type(m) is torch.nn.Linear]
+        assert left == []
+        if adapters:
+            model.merge_adapter()
+            tiny.assert_on_policy(engine, model)

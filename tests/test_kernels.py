@@ -6,6 +6,7 @@ Without a GPU they run in Triton's interpreter on small shapes; with one, compil
 import pytest
 import tiny
 import torch
+from torch.nn.functional import linear
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.attention import PagedAttention
@@ -16,7 +17,7 @@ from rollout.kv_cache import KVCache, KVLayout
 
 pytest.importorskip("triton")
 from rollout.kernels import paged_attention_triton as triton_attention
-from rollout.kernels import sample_triton, store_kv_triton
+from rollout.kernels import product_triton, sample_triton, store_kv_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -210,6 +211,23 @@ def test_prefill_in_pieces_equals_the_reference(shape, dtype, options):
             mine = slice(start, start + count)
             wanted = paged.expected(query[mine], row, first, **paged.options(**options))
             assert_close(found[mine], wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64, 16), (33, 96, 200), (70, 20, 129)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_unsplit_product_is_the_linear_layers(shape, bias, dtype):
+    rows, outputs, inner = shape
+    generator = torch.Generator().manual_seed(0)
+    states, weight, added = (
+        torch.randn(*size, generator=generator).to(DEVICE, dtype)
+        for size in ((rows, inner), (outputs, inner), (outputs,))
+    )
+    added = added if bias else None
+    wanted = linear(states.float(), weight.float(), None if added is None else added.float())
+    found = product_triton.product(states[None], weight, added)
+    assert found.shape == (1, rows, outputs)
+    assert_close(found[0], wanted, dtype)
 
 
 @pytest.mark.gpu

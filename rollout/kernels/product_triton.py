@@ -1,0 +1,60 @@
+"""Products of few rows that add up in order, in Triton; defined by `torch.nn.functional.linear`.
+
+Where a product has few outputs, cuBLAS splits its inner dimension over the GPU and adds up the
+parts: another order than that of a trainer's product of many rows, which is not split.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_OUTPUTS, _ROWS, _INNER = 64, 32, 128
+
+
+@triton.jit
+def _product_kernel(
+    STATES, WEIGHT, BIAS, OUT, rows, outputs, inner, state_stride, weight_stride,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in range(0, inner, INNER):
+        at = start + tl.arange(0, INNER)
+        there = at < inner
+        weight = tl.load(
+            WEIGHT + output.to(tl.int64)[:, None] * weight_stride + at[None, :],
+            mask=(output < outputs)[:, None] & there[None, :], other=0.0,
+        )  # fmt: skip
+        states = tl.load(
+            STATES + row.to(tl.int64)[:, None] * state_stride + at[None, :],
+            mask=(row < rows)[:, None] & there[None, :], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(weight, tl.trans(states), total, input_precision="ieee")
+    if HAS_BIAS:
+        bias = tl.load(BIAS + output, mask=output < outputs, other=0.0)
+        total += bias.to(tl.float32)[:, None]
+    place = OUT + row.to(tl.int64)[None, :] * outputs + output[:, None]
+    mine = (row < rows)[None, :] & (output < outputs)[:, None]
+    tl.store(place, total.to(OUT.dtype.element_ty), mask=mine)
+
+
+def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear(states, weight, bias)`.
+
+    Args:
+        states: `(..., inner)`.
+        weight: `(outputs, inner)`, of the same dtype.
+        bias: `(outputs,)`.
+    """
+    flat = states.reshape(-1, states.shape[-1])
+    rows, outputs = len(flat), len(weight)
+    out = torch.empty((rows, outputs), dtype=states.dtype, device=states.device)
+    grid = (triton.cdiv(outputs, _OUTPUTS), triton.cdiv(rows, _ROWS))
+    _product_kernel[grid](
+        flat, weight, bias, out, rows, outputs, flat.shape[1], flat.stride(0), weight.stride(0),
+        OUTPUTS=_OUTPUTS, ROWS=_ROWS, INNER=_INNER, HAS_BIAS=bias is not None,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out.view(*states.shape[:-1], outputs)
