@@ -1,0 +1,170 @@
+"""Times of the 8B shape on one GPU, each as a ratio to another taken in the same run.
+
+`pytest -m perf tests/test_perf.py -s` prints them.
+"""
+
+import gc
+import statistics
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout.doctor import copy_bandwidth
+from rollout.trainer_attention import exact_attention
+from rollout.workload import Workload, build_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.perf, pytest.mark.slow]
+
+CONFIG = RolloutConfig(max_rows=128, max_row_tokens=17_000, kv_fraction=0.95, fuse_projections=True)
+SHARES = [
+    (32, 600, 0.70),
+    (32, 4400, 0.85),
+    (32, 16_384, 0.93),
+    (128, 600, 0.70),
+    (128, 4096, 0.90),
+    (8, 16_384, 0.78),
+]
+
+
+def milliseconds(run, repeats=10):
+    """Median time of `run` on the current stream."""
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+@contextmanager
+def opened(model, config):
+    with torch.no_grad(), RolloutEngine(model, config) as engine:
+        engine.generate([[1, 2]] * 2, SamplingParams(max_new_tokens=2))
+        yield engine
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def step_ms(engine, rows, context):
+    """A decode step as the replay of one captured graph, over random keys and values."""
+    graphs, lanes, page = engine.graphs, engine.graphs.forward.lanes, engine.config.page_tokens
+    pages = -(-(context + 1) // page)
+    engine.kv_cache.grow(rows * pages + 1, keep=False)
+    table = torch.randperm(rows * pages, device="cuda").view(rows, pages) + 1
+    lanes.block_table_LP[:rows, :pages] = table
+    graphs._graphs.clear()
+    graphs._open_pool()
+    key = graphs._key(rows, context)
+    graphs._capture(key)
+    with torch.cuda.stream(engine.streams.compute):
+        graphs._lanes[:rows].copy_(torch.arange(rows))
+
+        def replay():
+            lanes.positions_L[:rows] = context - 1
+            graphs._graphs[key].replay()
+
+        replay()
+        return milliseconds(replay)
+
+
+@pytest.fixture(scope="module")
+def model():
+    memory = torch.cuda.get_device_properties(0).total_memory
+    if memory < 120 * 2**30:
+        pytest.skip(f"rows of 16K take 120 GiB, this GPU has {memory / 2**30:.0f}")
+    return build_model("qwen3-8b", torch.device("cuda"))
+
+
+def test_decode_reaches_its_share_of_the_floor(model):
+    bandwidth = copy_bandwidth("cuda", "cuda")
+    work = Workload(model, 1, 1, 3, bandwidth)
+    missed = []
+    with opened(model, CONFIG) as engine:
+        for rows, context, wanted in SHARES:
+            found = step_ms(engine, rows, context)
+            moved = work.weight_bytes + rows * context * work.kv_token_bytes
+            share = moved / bandwidth * 1e3 / found
+            print(f"{rows} rows x {context}: {found:.2f} ms, {share:.1%} (wanted {wanted:.0%})")
+            missed += [(rows, context, share)] * (share < wanted)
+    assert missed == []
+
+
+@pytest.mark.parametrize("context", [600, 4400])
+def test_exact_mode_costs_a_twentieth_at_most(model, context):
+    times = []
+    for on_policy in ("close", "exact"):
+        with opened(model, replace(CONFIG, on_policy=on_policy)) as engine:
+            times.append(step_ms(engine, 32, context))
+    print(f"32 rows x {context}: close {times[0]:.2f} ms, exact {times[1]:.2f} ms")
+    assert times[1] <= 1.05 * times[0]
+
+
+def test_adapters_cost_a_quarter_at_most(model):
+    adapted = build_model("qwen3-8b", torch.device("cuda"), lora_rank=32)
+    times = []
+    for each in (model, adapted):
+        with opened(each, CONFIG) as engine:
+            times.append(step_ms(engine, 32, 4400))
+    print(f"32 rows x 4400: plain {times[0]:.2f} ms, LoRA r=32 {times[1]:.2f} ms")
+    assert times[1] <= 1.25 * times[0]
+
+
+@pytest.mark.parametrize("tokens", [4096, 16_384])
+def test_the_trainers_attention_is_as_fast_as_torchs_flash(tokens):
+    rows, shape = 16_384 // tokens, (32, 8, 128)
+    heads, kv_heads, dim = shape
+    query, key, value = (
+        torch.randn(rows, tokens, n, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    )
+    starts = torch.arange(rows, device="cuda") * tokens
+    zeros = torch.zeros_like(starts)
+    runs = torch.stack([zeros, starts, torch.full_like(starts, tokens), zeros], dim=1)
+    how = (tokens, dim**-0.5, None, None, None)
+
+    def ours():
+        packed = (states.flatten(0, 1) for states in (query, key, value))
+        exact_attention(*packed, runs, *how)[0].sum().backward()
+
+    def torchs():
+        states = (states.transpose(1, 2) for states in (query, key, value))
+        scaled_dot_product_attention(*states, is_causal=True, enable_gqa=True).sum().backward()
+
+    def forward_alone():
+        with torch.no_grad():
+            packed = (states.flatten(0, 1) for states in (query, key, value))
+            exact_attention(*packed, runs, *how)
+
+    for run in (ours, torchs, forward_alone):
+        run()
+    found, wanted, forward = (milliseconds(run) for run in (ours, torchs, forward_alone))
+    tera = 2 * rows * heads * tokens**2 * dim / forward / 1e9
+    print(
+        f"{rows} x {tokens}: ours {found:.2f} ms ({tera:.0f} TFLOP/s forward), flash {wanted:.2f}"
+    )
+    assert found <= 1.02 * wanted
+
+
+def test_a_prompt_is_prefilled_at_the_speed_of_products(model):
+    """32 x 4,096 tokens, beside as many operations of one large product."""
+    prompts = torch.randint(100, 1000, (32, 4097)).tolist()
+    states = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(12_288, 4096, device="cuda", dtype=torch.bfloat16)
+    product = milliseconds(lambda: states @ weight.T) / (2 * 8192 * 4096 * 12_288)
+    with opened(model, replace(CONFIG, max_rows=32, max_row_tokens=4200)) as engine:
+        sampling = SamplingParams(max_new_tokens=1)
+        engine.generate(prompts, sampling)
+        found = milliseconds(lambda: engine.generate(prompts, sampling), repeats=3)
+    tokens, parameters = 32 * 4096, sum(p.numel() for p in model.model.layers.parameters())
+    attention = 2 * 32 * 36 * 32 * 4096**2 * 128
+    ideal = product * (2 * tokens * parameters + attention)
+    print(f"prefill {found / 1e3:.2f} s; at the product's rate {ideal / 1e3:.2f} s")
+    assert found <= 1.25 * ideal
