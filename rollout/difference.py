@@ -76,10 +76,9 @@ def differences(
         config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=compiled)
         with RolloutEngine(model, config, autocast_dtype=autocast_dtype) as engine:
             engine.graphs.prepare = lambda *_: None  # type: ignore[method-assign]
-            prompts = [
-                row[num_tokens - length :].tolist()
-                for row, length in zip(ids, lengths.tolist(), strict=True)
-            ]
+            rows = ids.tolist()  # SYNC: tensors of the CPU
+            starts = (num_tokens - lengths).tolist()  # SYNC: likewise
+            prompts = [row[start:] for row, start in zip(rows, starts, strict=True)]
             with _recorded(engine.twin.base, within_layers=not compiled) as rollouts:
                 engine.generate(prompts, SamplingParams(max_new_tokens=1))
     finally:

@@ -219,6 +219,7 @@ class RolloutEngine:
                 slot.download()  # d2h stream -> slot.downloaded
                 num_pages = self.scheduler.pages.num_used
                 self.stats.launched(len(batch.rows), num_pages, slot.staged_bytes)
+                self.stats.prefilled(batch.num_prefilled, batch.num_shared)
             if previous.batch is None:
                 return []
             tokens, scores = previous.wait()  # SYNC: the only host wait in a step

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from rollout.attention import PagedAttention
 from rollout.kv_cache import KVCache
 from rollout.pages import TRASH_PAGE
-from rollout.request import Segment
+from rollout.request import Ints, Segment
 from rollout.sampling import sample
 from rollout.slots import IOSlot
 
@@ -132,6 +132,11 @@ class Forward:
             exact=self._exact,
         )
         self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)
+
+    def fork(self, copies: Ints) -> None:
+        """Copy partly filled pages of a prompt that rows share, `(copies, 2)` page ids."""
+        for source, target in copies:
+            self._kv_cache.copy_page(int(source), int(target))
 
     def decode(self, lanes_R: Tensor, max_context: int) -> tuple[Tensor, Tensor]:
         """Draw the next token of the row in each lane, and advance the lanes.

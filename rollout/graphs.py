@@ -91,6 +91,8 @@ class GraphCache:
             self.forward.lanes.admit(slot)
             if batch.segments:
                 self.forward.prefill(slot, batch.segments)
+            # ORDER: behind the prefill that fills a page, before a row writes to its copy
+            self.forward.fork(batch.copies)
             if len(batch.rows):
                 self._decode(slot, len(batch.rows), batch.max_context)
 

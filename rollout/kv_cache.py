@@ -82,6 +82,10 @@ class KVCache:
         data[: len(kept)].copy_(kept)
         self._data = data
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy all that a page holds, in every layer."""
+        self._data[target].copy_(self._data[source])
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each a view `(page, token, kv_head, head_dim)`."""
         keys, values = self._data[:, index].unbind(1)

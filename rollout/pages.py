@@ -1,4 +1,4 @@
-"""KV page ids: reserve, allocate, free.
+"""KV page ids: reserve, allocate, share, free.
 
 Page 0 is the trash page: padding rows and unused block-table entries point at it.
 """
@@ -25,7 +25,8 @@ class PageAllocator:
     """Hands out page ids, and promises them ahead.
 
     A row is admitted only when every page it can ever need is promised (`reserve`); ids are
-    taken one by one as it grows (`allocate`). So a running row never finds the pool empty.
+    taken one by one as it grows (`allocate`). So a running row never finds the pool empty. Rows
+    with the same beginning hold the same pages (`share`), which are free when the last one ends.
 
     Example:
         >>> pool = PageAllocator()
@@ -34,30 +35,36 @@ class PageAllocator:
         >>> pages = pool.allocate(2)
         >>> pool.num_used, pool.num_unreserved
         (2, 4)
-        >>> pool.free(pages, reserved=3)
+        >>> pool.free(pages, promised=1)
         >>> pool.num_used, pool.num_unreserved
         (0, 7)
     """
 
     def __init__(self) -> None:
-        self.num_pages = 1
         self._free: list[int] = []
-        self._reserved = 0
+        self._promised = 0
+        self._holders = np.zeros(1, np.int64)
+
+    @property
+    def num_pages(self) -> int:
+        """All pages, the trash page included."""
+        return len(self._holders)
 
     @property
     def num_used(self) -> int:
-        """Pages that rows hold."""
+        """Pages that rows hold; one that several hold counts once."""
         return self.num_pages - 1 - len(self._free)
 
     @property
     def num_unreserved(self) -> int:
         """Pages that a new row could still be promised."""
-        return self.num_pages - 1 - self._reserved
+        return len(self._free) - self._promised
 
     def grow(self, num_pages: int) -> None:
         """Have `num_pages` pages in all, the trash page included. Never fewer than now."""
         self._free[:0] = range(num_pages - 1, self.num_pages - 1, -1)
-        self.num_pages = max(self.num_pages, num_pages)
+        missing = max(0, num_pages - self.num_pages)
+        self._holders = np.pad(self._holders, (0, missing))
 
     def reserve(self, count: int) -> None:
         """Promise `count` pages to a row.
@@ -67,28 +74,35 @@ class PageAllocator:
         """
         if count > self.num_unreserved:
             raise OutOfPages(
-                f"{count} KV pages wanted, {self.num_unreserved} of {self.num_pages - 1} not "
-                "promised to other rows; raise kv_bytes or lower max_rows"
+                f"{count} KV pages wanted, {self.num_unreserved} of {self.num_pages - 1} neither "
+                "held by nor promised to other rows; raise kv_bytes or lower max_rows"
             )
-        self._reserved += count
+        self._promised += count
 
     def allocate(self, count: int) -> Ints:
-        """Take `count` page ids out of what was reserved."""
-        assert count <= len(self._free), "a row took more pages than it had reserved"
+        """Take `count` page ids out of what was promised."""
+        assert count <= self._promised, "a row took more pages than it was promised"
         if count == 0:
             return np.empty(0, np.int64)
-        pages = self._free[-count:][::-1]
+        pages = np.array(self._free[-count:][::-1], np.int64)
         del self._free[-count:]
-        return np.array(pages, np.int64)
+        self._promised -= count
+        self._holders[pages] = 1
+        return pages
 
-    def free(self, pages: Ints, reserved: int) -> None:
-        """Take back a row's pages and its promise of `reserved` pages."""
-        self._free.extend(int(page) for page in pages)
-        self._reserved -= reserved
+    def share(self, pages: Ints) -> None:
+        """Let one more row hold `pages`, each of which a row holds already."""
+        assert (self._holders[pages] > 0).all(), "a page that nobody holds cannot be shared"
+        self._holders[pages] += 1
+
+    def free(self, pages: Ints, promised: int) -> None:
+        """Take back a row's pages, and the `promised` ones that it never took."""
+        self._holders[pages] -= 1
+        self._free.extend(int(page) for page in pages if self._holders[page] == 0)
+        self._promised -= promised
 
     def check(self, held: Ints) -> None:
-        """Assert that free and `held` pages are all pages, each once."""
-        everything = np.sort(np.concatenate([np.array(self._free, np.int64), held]))
-        assert np.array_equal(everything, np.arange(1, self.num_pages)), (
-            "a page leaked or is shared"
-        )
+        """Assert that `held`, with pages of several rows several times, and free ones are all."""
+        holders = np.bincount(held, minlength=self.num_pages)
+        assert np.array_equal(holders, self._holders), "a page leaked or is shared unasked"
+        assert sorted(self._free) == list(np.flatnonzero(holders[1:] == 0) + 1)

@@ -132,6 +132,8 @@ class Batch:
         admission: Rows that enter their lanes first.
         segments: Prompt tokens to prefill before decoding.
         new_pages: `(pages, 3)`: lane, index in the lane's block table, page id.
+        copies: `(copies, 2)`: page to copy, and where to, between prefill and decode.
+        num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
     """
 
     rows: Ints
@@ -141,6 +143,13 @@ class Batch:
     admission: Admission
     segments: Sequence[Segment]
     new_pages: Ints
+    copies: Ints
+    num_shared: int
+
+    @property
+    def num_prefilled(self) -> int:
+        """Prompt tokens to prefill."""
+        return sum(len(segment.tokens) for segment in self.segments)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ No tensor is read here, so a plan never waits for the device.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,23 @@ from rollout.request import (
 
 NO_ROW = NO_TOKEN = -1
 _NO_PAGES = np.empty((0, 3), np.int64)
+_NO_COPIES = np.empty((0, 2), np.int64)
+
+
+_Prompt = tuple[int, bytes]  # policy version, and the prompt without its last token
 
 
 @dataclass
 class _Prefill:
-    """A lane whose prompt is not yet wholly in the KV cache: the next token is at `start`."""
+    """A lane whose prompt is not yet wholly in the KV cache: the next token is at `start`.
+
+    `forks` wait for it: lanes with the same prompt, and what is to be copied for each.
+    """
 
     lane: int
     prompt: Ints
     start: int = 0
+    forks: list[tuple[int, list[tuple[int, int]]]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -59,6 +67,10 @@ class Scheduler:
         self.pages.grow(num_pages)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._prefilling: deque[_Prefill] = deque()
+        self._copies: list[tuple[int, int]] = []
+        self._lanes_of: dict[_Prompt, list[int]] = {}
+        self._prompt_of: dict[int, _Prompt] = {}
+        self._request_of: dict[int, Request] = {}
         self._free_lanes = list(range(num_lanes - 1, -1, -1))
         self._row = np.full(num_lanes, NO_ROW, np.int64)
         self._ready = np.zeros(num_lanes, bool)
@@ -68,7 +80,7 @@ class Scheduler:
         self._max_new = np.zeros(num_lanes, np.int64)
         self._eos = np.full((num_lanes, 1), NO_TOKEN, np.int64)
         self._num_pages = np.zeros(num_lanes, np.int64)
-        self._num_reserved = np.zeros(num_lanes, np.int64)
+        self._num_promised = np.zeros(num_lanes, np.int64)
         self._block_table = np.zeros((num_lanes, self._max_row_pages), np.int64)
         # By position, then lane: what one step writes lies together.
         self._tokens = np.zeros((0, num_lanes), np.int64)
@@ -89,10 +101,21 @@ class Scheduler:
         return pages_for(request.max_kv_tokens, self._config.page_tokens)
 
     def pages_wanted(self) -> int:
-        """Pages with which no row would ever wait for memory, the trash page included."""
-        waiting = [self.row_pages(request) for _, request in self._waiting]
-        rows = sorted([*self._num_reserved.tolist(), *waiting], reverse=True)
-        return 1 + sum(rows[: self._config.max_rows])
+        """Pages with which no row would ever wait for memory, the trash page included.
+
+        As many rows as there are lanes, at their longest, of which the same prompts share pages.
+        """
+        own: list[int] = []
+        shared: dict[bytes, int] = {}
+        live = [(r, self._prompt_of.get(lane)) for lane, r in self._request_of.items()]
+        for request, prompt in [*live, *((request, None) for _, request in self._waiting)]:
+            num_full = self._num_full(request)
+            own.append(self.row_pages(request) - num_full)
+            # Rows of another policy version share with no row that is still to come.
+            key = repr(prompt).encode() if prompt else request.prompt[:-1].tobytes()
+            shared[key] = num_full
+        most = self._config.max_rows
+        return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
 
     def largest_batch(self) -> tuple[int, int]:
         """Most rows that can decode together, and their longest context, from now on."""
@@ -113,7 +136,7 @@ class Scheduler:
         A row whose token in flight is its last is left out; one whose token in flight may turn
         out to be an EOS is not, and is then an overrun.
         """
-        admission, new_pages = self._admit()
+        admission, new_pages, num_shared = self._admit(policy_version)
         segments = self._take_segments()
         # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS overruns
         (lanes,) = (self._ready & (self._num_launched < self._max_new)).nonzero()
@@ -134,6 +157,8 @@ class Scheduler:
             admission=admission,
             segments=segments,
             new_pages=np.concatenate([*new_pages, grown]) if new_pages else grown,
+            copies=self._take_copies(),
+            num_shared=num_shared,
         )
 
     def commit(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
@@ -175,33 +200,46 @@ class Scheduler:
         self.pages.check(np.concatenate(used))
         assert sorted(self._free_lanes) == list(np.flatnonzero(self._row == NO_ROW))
 
-    def _admit(self) -> tuple[Admission, list[Ints]]:
+    def _admit(self, policy_version: int) -> tuple[Admission, list[Ints], int]:
         """Give waiting rows the free lanes, as long as their pages can be promised."""
-        admission, new_pages = Admission(), list[Ints]()
+        admission, new_pages, num_shared = Admission(), list[Ints](), 0
         while self._waiting and self._free_lanes:
             row, request = self._waiting[0]
-            num_reserved = self.row_pages(request)
-            if num_reserved > self.pages.num_unreserved:
+            prompt = (policy_version, request.prompt[:-1].tobytes())
+            like = next(iter(self._lanes_of.get(prompt, ())), None)
+            num_full = self._num_full(request) if like is not None else 0
+            num_promised = self.row_pages(request) - num_full
+            if num_promised > self.pages.num_unreserved:
                 break
-            self.pages.reserve(num_reserved)
+            self.pages.reserve(num_promised)
             self._waiting.popleft()
             lane = self._free_lanes.pop()
-            self._occupy(lane, row, request, num_reserved)
-            new_pages.append(self._extend_table(lane, len(request.prompt)))
+            self._occupy(lane, row, request, num_promised)
+            new_pages.append(self._open_table(lane, request, like, num_full))
+            if len(request.prompt) > 1:
+                self._begin(lane, request, like, num_full)
+                self._lanes_of.setdefault(prompt, []).append(lane)
+                self._prompt_of[lane] = prompt
+            num_shared += len(request.prompt) - 1 if like is not None else 0
             admission.lanes.append(lane)
             admission.tokens.append(int(request.prompt[-1]))
             admission.positions.append(len(request.prompt) - 1)
             admission.seeds.append(request.seed)
             admission.temperatures.append(request.sampling.temperature)
-        return admission, new_pages
+        return admission, new_pages, num_shared
 
-    def _occupy(self, lane: int, row: int, request: Request, num_reserved: int) -> None:
+    def _num_full(self, request: Request) -> int:
+        """Pages filled by a prompt without its last token: rows of that prompt share them."""
+        return (len(request.prompt) - 1) // self._config.page_tokens
+
+    def _occupy(self, lane: int, row: int, request: Request, num_promised: int) -> None:
         sampling = request.sampling
         self._row[lane] = row
+        self._request_of[lane] = request
         self._position[lane] = len(request.prompt) - 1
         self._num_launched[lane] = self._num_settled[lane] = 0
         self._max_new[lane] = sampling.max_new_tokens
-        self._num_reserved[lane] = num_reserved
+        self._num_promised[lane] = num_promised
         self._eos = _extend(self._eos.T, len(sampling.eos_token_ids), NO_TOKEN).T
         self._eos[lane] = NO_TOKEN
         self._eos[lane, : len(sampling.eos_token_ids)] = sampling.eos_token_ids
@@ -210,8 +248,22 @@ class Scheduler:
         # Prefill covers all but the last prompt token, which the first decode step feeds. So
         # prefill needs no logits, no sampling and no download.
         self._ready[lane] = len(request.prompt) == 1
-        if not self._ready[lane]:
+
+    def _begin(self, lane: int, request: Request, like: int | None, num_full: int) -> None:
+        """Prefill a row's prompt, or fork it from a lane that has, or will have, the same."""
+        if like is None:
             self._prefilling.append(_Prefill(lane, request.prompt[:-1]))
+            return
+        copies = []
+        if (len(request.prompt) - 1) % self._config.page_tokens:
+            source, target = self._block_table[[like, lane], num_full]
+            copies.append((int(source), int(target)))
+        if self._ready[like]:
+            self._copies += copies
+            self._ready[lane] = True
+        else:
+            prefill = next(prefill for prefill in self._prefilling if prefill.lane == like)
+            prefill.forks.append((lane, copies))
 
     def _take_segments(self) -> list[Segment]:
         """Prompt tokens to run now, `prefill_tokens` at most, oldest row first."""
@@ -226,8 +278,18 @@ class Scheduler:
             if head.start == len(head.prompt):
                 # Its last token decodes in this same batch: prefill is launched before decode.
                 self._ready[head.lane] = True
+                for lane, copies in head.forks:
+                    self._ready[lane] = True
+                    self._copies += copies
                 self._prefilling.popleft()
         return segments
+
+    def _take_copies(self) -> Ints:
+        """Pages to copy in this batch: the partly filled ones of prompts that are forked."""
+        if not self._copies:
+            return _NO_COPIES
+        copies, self._copies = np.array(self._copies, np.int64), []
+        return copies
 
     def _extend_tables(self, lanes: Ints) -> Ints:
         """Give a page to each lane whose next token starts one. Returns `(pages, 3)`."""
@@ -239,14 +301,19 @@ class Scheduler:
         index = self._num_pages[growing]
         self._block_table[growing, index] = pages
         self._num_pages[growing] += 1
+        self._num_promised[growing] -= 1
         return np.stack([growing, index, pages], axis=1)
 
-    def _extend_table(self, lane: int, num_tokens: int) -> Ints:
-        """Give an empty lane the pages of its first `num_tokens` tokens. Returns `(pages, 3)`."""
-        pages = self.pages.allocate(pages_for(num_tokens, self._config.page_tokens))
+    def _open_table(self, lane: int, request: Request, like: int | None, num_full: int) -> Ints:
+        """Give a lane the pages of its prompt, shared ones first. Returns `(pages, 3)`."""
+        num_own = pages_for(len(request.prompt), self._config.page_tokens) - num_full
+        shared = self._block_table[like, :num_full] if like is not None else _NO_PAGES[:, 0]
+        self.pages.share(shared)
+        pages = np.concatenate([shared, self.pages.allocate(num_own)])
         index = np.arange(len(pages))
         self._block_table[lane, index] = pages
         self._num_pages[lane] = len(pages)
+        self._num_promised[lane] -= num_own
         return np.stack([np.full(len(pages), lane), index, pages], axis=1)
 
     def _finish(self, lane: int, reason: FinishReason, batch: Batch) -> Completion:
@@ -267,12 +334,23 @@ class Scheduler:
         # ORDER: lanes and pages are touched on the compute stream alone, so whatever reuses
         # them is launched behind the overrun
         held = self._block_table[lane, : self._num_pages[lane]]
-        self.pages.free(held, int(self._num_reserved[lane]))
+        self.pages.free(held, int(self._num_promised[lane]))
+        self._forget_prompt(int(lane))
         self._free_lanes.append(int(lane))
         self._row[lane] = NO_ROW
         self._ready[lane] = False
-        self._num_pages[lane] = self._num_reserved[lane] = 0
+        self._num_pages[lane] = self._num_promised[lane] = 0
         return completion
+
+    def _forget_prompt(self, lane: int) -> None:
+        """No row is forked from this lane any more."""
+        del self._request_of[lane]
+        prompt = self._prompt_of.pop(lane, None)
+        if prompt is not None:
+            lanes = self._lanes_of[prompt]
+            lanes.remove(lane)
+            if not lanes:
+                del self._lanes_of[prompt]
 
 
 def _extend(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:

@@ -16,6 +16,8 @@ class RolloutStats:
         decoded_rows: Rows summed over those steps.
         peak_pages: Most KV pages held at once.
         h2d_bytes: Bytes uploaded.
+        prefilled_tokens: Prompt tokens whose KV was computed.
+        shared_tokens: Prompt tokens whose KV another row had, or was about to have.
         warmup_s: Seconds of compiling and capturing before its first step.
         duration_s: Seconds since it began.
     """
@@ -27,6 +29,8 @@ class RolloutStats:
     decoded_rows: int = 0
     peak_pages: int = 0
     h2d_bytes: int = 0
+    prefilled_tokens: int = 0
+    shared_tokens: int = 0
     warmup_s: float = 0.0
     duration_s: float = 0.0
     _began: float = field(default_factory=time.perf_counter, repr=False)
@@ -41,6 +45,11 @@ class RolloutStats:
         self.decoded_rows += num_rows
         self.peak_pages = max(self.peak_pages, num_pages)
         self.h2d_bytes += num_bytes
+
+    def prefilled(self, num_tokens: int, num_shared: int) -> None:
+        """Record the prompt tokens that a batch computes, and those that it need not."""
+        self.prefilled_tokens += num_tokens
+        self.shared_tokens += num_shared
 
     def settled(self, num_tokens: int) -> None:
         """Record that the rows of one engine step ended with `num_tokens` tokens in all."""
@@ -61,3 +70,9 @@ class RolloutStats:
     def rows_live(self) -> float:
         """Rows in a decode step, on average."""
         return self.decoded_rows / self.decode_steps if self.decode_steps else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens to prefill that another row's served for."""
+        wanted = self.prefilled_tokens + self.shared_tokens
+        return self.shared_tokens / wanted if wanted else 0.0

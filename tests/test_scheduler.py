@@ -68,8 +68,11 @@ class Device:
     write itself.
     """
 
-    def __init__(self, config: RolloutConfig, max_row_pages: int) -> None:
+    def __init__(
+        self, config: RolloutConfig, max_row_pages: int, requests: list[Request] | None = None
+    ) -> None:
         num_lanes, self.page_tokens = config.max_rows, config.page_tokens
+        self.prompts = {r.seed: r.prompt[:-1].tolist() for r in requests or []}
         self.tokens, self.positions, self.seeds = np.full((3, num_lanes), -1)
         self.temperatures = np.full(num_lanes, np.nan)
         self.block_table = np.full((num_lanes, max_row_pages), TRASH_PAGE)
@@ -83,6 +86,9 @@ class Device:
             for position, token in zip(range(segment.start, stop), segment.tokens, strict=True):
                 self.write(segment.lane, position, int(token))
             self.attend(segment.lane, stop)
+        for source, target in batch.copies:
+            assert TRASH_PAGE not in (source, target)
+            self.stamps[target] = self.stamps[source]
         return self.decode(batch)
 
     def admit(self, batch: Batch) -> None:
@@ -118,6 +124,8 @@ class Device:
         page = self.block_table[lane, position // self.page_tokens]
         assert page != TRASH_PAGE, "a running row writes to the trash page"
         seed = int(self.seeds[lane])
+        if not self.written[seed] and position == len(self.prompts.get(seed, ())):
+            self.written[seed] += self.prompts.get(seed, ())  # forked: it has another row's
         assert position == len(self.written[seed]), "a position was skipped or written twice"
         self.written[seed].append(token)
         self.stamps[page, position % self.page_tokens] = seed, position, token
@@ -126,7 +134,9 @@ class Device:
         positions, seed = np.arange(context), int(self.seeds[lane])
         pages = self.block_table[lane, positions // self.page_tokens]
         stamps = self.stamps[pages, positions % self.page_tokens]
-        assert (stamps[:, 0] == seed).all(), f"row {seed} reads another row's KV: {stamps[:, 0]}"
+        # A prompt's KV may be another row's of the same prompt: the tokens tell prompts apart.
+        own = stamps[len(self.prompts.get(seed, ())) :, 0]
+        assert (own == seed).all(), f"row {seed} reads another row's KV: {stamps[:, 0]}"
         assert (stamps[:, 1] == positions).all()
         assert stamps[:, 2].tolist() == self.written[seed]
 
@@ -155,8 +165,11 @@ class Workload:
         return pages_for(longest - 1, self.config.page_tokens)
 
 
-def make_request(seed: int, num_prompt: int, max_new: int, **sampling) -> Request:
-    prompt = 1000 * (seed + 1) + np.arange(num_prompt)  # no two prompt tokens are alike
+def make_request(
+    seed: int, num_prompt: int, max_new: int, group: int | None = None, **sampling
+) -> Request:
+    # No two prompt tokens are alike, but for rows of one group.
+    prompt = 1000 * ((seed if group is None else group) + 1) + np.arange(num_prompt)
     return Request(prompt, SamplingParams(max_new_tokens=max_new, **sampling), seed)
 
 
@@ -174,13 +187,15 @@ def workloads(draw, *, resets=False, max_spare_pages=12) -> Workload:
         st.sampled_from(EOS_SETS),
         st.sampled_from([0.0, 0.5, 1.0]),  # temperature
         st.sampled_from([0, 0, 0, 0, 1, 3, 9]),  # steps after the row before
+        st.sampled_from([None, None, 20, 20, 21]),  # group
     )
     requests, arrivals = [], []
-    for seed, (num_prompt, max_new, eos, temperature, gap) in enumerate(
+    for seed, (num_prompt, max_new, eos, temperature, gap, group) in enumerate(
         draw(st.lists(rows, min_size=1, max_size=14))
     ):
         sampling = {"eos_token_ids": eos, "temperature": temperature}
-        requests.append(make_request(seed, num_prompt, max_new, **sampling))
+        num_prompt = num_prompt if group is None else 5 + 4 * (group - 20)
+        requests.append(make_request(seed, num_prompt, max_new, group, **sampling))
         arrivals.append(arrivals[-1] + gap if arrivals else 0)
     return Workload(
         config,
@@ -199,7 +214,7 @@ class Rollout:
         self.work = work
         self.scheduler = Scheduler(work.config, work.max_row_pages)
         self.grow(work.spare_pages)
-        self.device = Device(work.config, work.max_row_pages)
+        self.device = Device(work.config, work.max_row_pages, work.requests)
         self.slots: list[Batch | None] = [None] * depth
         self.turn = self.num_steps = 0
         self.stats = RolloutStats()
@@ -208,6 +223,7 @@ class Rollout:
         self.row_in: dict[int, int] = {}  # lane -> row
         self.pages: dict[int, list[int]] = {}
         self.admitted: list[int] = []
+        self.version_of: dict[int, int] = {}
         self.num_launched: Counter[int] = Counter()
         self.prefills: defaultdict[int, list[int]] = defaultdict(list)
         self.batches: list[Batch] = []
@@ -228,6 +244,10 @@ class Rollout:
         return self
 
     @property
+    def policy_version(self) -> int:
+        return self.num_steps // 6
+
+    @property
     def busy(self) -> bool:
         rows = self.scheduler.num_live + self.scheduler.num_waiting
         return rows > 0 or any(batch is not None for batch in self.slots)
@@ -244,7 +264,7 @@ class Rollout:
     def step(self) -> None:
         """Launch a batch, then settle the one before; with one slot that is the same batch."""
         self.turn = (self.turn + 1) % len(self.slots)
-        batch = self.scheduler.schedule(policy_version=self.num_steps)
+        batch = self.scheduler.schedule(self.policy_version)
         if batch is not None:
             self.launch(batch)
             self.slots[self.turn] = batch
@@ -256,7 +276,7 @@ class Rollout:
 
     def launch(self, batch: Batch) -> None:
         self.batches.append(batch)
-        assert batch.policy_version == self.num_steps
+        assert batch.policy_version == self.policy_version
         self.book_admission(batch)
         self.book_pages(batch)
         for segment in batch.segments:
@@ -278,18 +298,31 @@ class Rollout:
             assert lane not in self.row_in, "a lane with a row was given to another"
             self.row_in[lane] = row
             self.pages[row] = []
+            self.version_of[row] = batch.policy_version
             self.admitted.append(row)
 
     def book_pages(self, batch: Batch) -> None:
         taken = {page for pages in self.pages.values() for page in pages}
         for lane, index, page in batch.new_pages.tolist():
             row = self.row_in[lane]
-            assert page not in taken, "a page has two rows"
+            if page in taken:
+                self.book_shared(row, index, page)
             assert 0 < page < self.scheduler.pages.num_pages
             assert index == len(self.pages[row]), "a table has a hole"
             taken.add(page)
             self.pages[row].append(page)
             assert len(self.pages[row]) <= self.scheduler.row_pages(self.requests[row])
+
+    def book_shared(self, row: int, index: int, page: int) -> None:
+        """Only a page full of a prompt's tokens may have two rows, of that prompt and version."""
+        holders = [other for other, pages in self.pages.items() if page in pages]
+        for other in holders:
+            assert self.pages[other][index] == page, "a page has two rows at different places"
+            mine, theirs = (self.requests[r].prompt[:-1].tolist() for r in (row, other))
+            assert mine == theirs, "a page has two rows"
+            assert self.version_of[row] == self.version_of[other], "KV of old weights is shared"
+            assert (index + 1) * self.work.config.page_tokens <= len(mine)
+        self.seen.add("a page with two rows")
 
     def settle(self, batch: Batch) -> None:
         """The device may run as late as here: a batch is complete in itself."""
@@ -311,15 +344,26 @@ class Rollout:
         pages = self.scheduler.pages
         assert self.scheduler.num_live == len(self.row_in)
         assert self.scheduler.num_waiting == len(self.queue)
-        assert pages.num_used == sum(len(held) for held in self.pages.values())
-        promised = sum(self.scheduler.row_pages(self.requests[row]) for row in self.pages)
-        assert pages.num_unreserved == pages.num_pages - 1 - promised
+        used = {page for held in self.pages.values() for page in held}
+        assert pages.num_used == len(used)
+        promised = sum(
+            self.scheduler.row_pages(self.requests[row]) - len(held)
+            for row, held in self.pages.items()
+        )
+        assert pages.num_unreserved == pages.num_pages - 1 - len(used) - promised
 
     def check_waiting(self) -> None:
         """A row waits for a lane, or for pages; and then every row waits that came later."""
         if self.queue and self.scheduler.num_live < self.work.config.max_rows:
-            wanted = self.scheduler.row_pages(self.requests[self.queue[0]])
-            assert wanted > self.scheduler.pages.num_unreserved
+            request = self.requests[self.queue[0]]
+            alike = [
+                row
+                for row in self.pages
+                if self.version_of[row] == self.policy_version
+                and self.requests[row].prompt[:-1].tolist() == request.prompt[:-1].tolist()
+            ]
+            shared = (len(request.prompt) - 1) // self.work.config.page_tokens if alike else 0
+            assert self.scheduler.row_pages(request) - shared > self.scheduler.pages.num_unreserved
             self.seen.add("a lane is free, and rows wait for pages")
 
     def reset(self) -> None:
@@ -345,6 +389,7 @@ class Rollout:
             "lane given on during an overrun": lanes_of_stale & set(self.row_in),
             "prompt in several segments": [s for s in batch.segments if s.start > 0],
             "prefill without decode": len(batch.rows) == 0,
+            "a page copied for a fork": len(batch.copies) > 0,
         }
         self.seen |= {name for name, here in places.items() if here}
 
@@ -453,7 +498,8 @@ def test_rule_5_not_finished_while_a_batch_is_in_flight():
 def test_rule_9_prefill_is_all_but_the_last_prompt_token_once(work, depth):
     rollout = Rollout(work, depth).run()  # `Device.write` takes positions in order only
     for row in rollout.completions:
-        assert rollout.prefills[row] == rollout.requests[row].prompt[:-1].tolist()
+        wanted = rollout.requests[row].prompt[:-1].tolist()
+        assert rollout.prefills[row] in (wanted, [])  # or forked from a row that has them
     for batch in rollout.batches:
         num_tokens = [len(segment.tokens) for segment in batch.segments]
         assert sum(num_tokens) <= work.config.prefill_tokens
@@ -547,6 +593,8 @@ def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
         "a lane is free, and rows wait for pages",
         "prompt in several segments",
         "prefill without decode",
+        "a page with two rows",
+        "a page copied for a fork",
         "reset with a batch in flight",
     ],
 )

@@ -25,6 +25,7 @@ def log_rollout(trainer: Any, stats: RolloutStats) -> None:
     _append(trainer, "rollout/duration_s", stats.duration_s)
     _append(trainer, "rollout/kv_pages_used", stats.peak_pages)
     _append(trainer, "rollout/rows_live", stats.rows_live)
+    _append(trainer, "rollout/prefix_hit_rate", stats.prefix_hit_rate)
     _append(trainer, "rollout/policy_version", stats.policy_version)
 
 
