@@ -344,6 +344,10 @@ class RolloutEngine:
     def _grow(self, limits: Limits, *, keep: bool) -> None:
         """Have as many KV pages as the rows at hand can need, within the limit."""
         num_pages = min(self.scheduler.pages_wanted(), limits.max_pages)
+        if not keep and self.scheduler.knows_prefixes(self.policy_version):
+            keep = num_pages + self.kv_cache.num_pages <= limits.max_pages  # both at once
+            if not keep and num_pages > self.kv_cache.num_pages:
+                self.scheduler.pages.forget_prefixes()
         moved = num_pages > self.kv_cache.num_pages
         with self.streams.module.stream(self.streams.compute):
             if moved and not keep:

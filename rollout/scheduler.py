@@ -6,14 +6,13 @@ No tensor is read here, so a plan never waits for the device.
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.pages import PageAllocator, pages_for
+from rollout.prefixes import page_keys
 from rollout.request import (
     Admission,
     Batch,
@@ -24,6 +23,7 @@ from rollout.request import (
     Request,
     Segment,
 )
+from rollout.token_log import TokenLog, extend
 
 NO_ROW = NO_TOKEN = -1
 _NO_PAGES = np.empty((0, 3), np.int64)
@@ -42,7 +42,7 @@ class _Prefill:
 
     lane: int
     prompt: Ints
-    start: int = 0
+    start: int
     forks: list[tuple[int, list[tuple[int, int]]]] = field(default_factory=list)
 
 
@@ -81,10 +81,10 @@ class Scheduler:
         self._eos = np.full((num_lanes, 1), NO_TOKEN, np.int64)
         self._num_pages = np.zeros(num_lanes, np.int64)
         self._num_promised = np.zeros(num_lanes, np.int64)
+        self._version_of = np.zeros(num_lanes, np.int64)
+        self._version = -1
         self._block_table = np.zeros((num_lanes, self._max_row_pages), np.int64)
-        # By position, then lane: what one step writes lies together.
-        self._tokens = np.zeros((0, num_lanes), np.int64)
-        self._scores = np.zeros((0, num_lanes, self._config.num_scores), np.float32)
+        self._log = TokenLog(num_lanes, self._config.num_scores)
 
     @property
     def num_live(self) -> int:
@@ -96,14 +96,19 @@ class Scheduler:
         """Rows that have no lane yet."""
         return len(self._waiting)
 
+    def knows_prefixes(self, policy_version: int) -> bool:
+        """Whether pages that no row holds could serve one under this version."""
+        return policy_version == self._version and self.pages.num_cached > 0
+
     def row_pages(self, request: Request) -> int:
         """Pages that a request can come to hold."""
         return pages_for(request.max_kv_tokens, self._config.page_tokens)
 
     def pages_wanted(self) -> int:
-        """Pages with which no row would ever wait for memory, the trash page included.
+        """Pages with which no row would wait for memory under one policy version.
 
-        As many rows as there are lanes, at their longest, of which the same prompts share pages.
+        The trash page, and as many rows as there are lanes, at their longest, of which those with
+        the same prompt share pages.
         """
         own: list[int] = []
         shared: dict[bytes, int] = {}
@@ -136,7 +141,8 @@ class Scheduler:
         A row whose token in flight is its last is left out; one whose token in flight may turn
         out to be an EOS is not, and is then an overrun.
         """
-        admission, new_pages, num_shared = self._admit(policy_version)
+        self._open_version(policy_version)
+        admission, new_pages, num_shared = self._admit()
         segments = self._take_segments()
         # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS overruns
         (lanes,) = (self._ready & (self._num_launched < self._max_new)).nonzero()
@@ -184,8 +190,7 @@ class Scheduler:
                 "model's logits are not finite; look at the loss and the gradient norm"
             )
         settled = self._num_settled[lanes]
-        self._tokens[settled, lanes] = tokens
-        self._scores[settled, lanes] = scores
+        self._log.record(lanes, settled, tokens, scores)
         self._num_settled[lanes] = settled + 1
         stop = (self._eos[lanes] == tokens[:, None]).any(axis=1)
         done = stop | (settled + 1 == self._max_new[lanes])
@@ -200,33 +205,44 @@ class Scheduler:
         self.pages.check(np.concatenate(used))
         assert sorted(self._free_lanes) == list(np.flatnonzero(self._row == NO_ROW))
 
-    def _admit(self, policy_version: int) -> tuple[Admission, list[Ints], int]:
+    def _open_version(self, policy_version: int) -> None:
+        if policy_version != self._version:
+            self._version = policy_version
+            self.pages.forget_prefixes()
+
+    def _admit(self) -> tuple[Admission, list[Ints], int]:
         """Give waiting rows the free lanes, as long as their pages can be promised."""
         admission, new_pages, num_shared = Admission(), list[Ints](), 0
         while self._waiting and self._free_lanes:
             row, request = self._waiting[0]
-            prompt = (policy_version, request.prompt[:-1].tobytes())
+            prompt = (self._version, request.prompt[:-1].tobytes())
             like = next(iter(self._lanes_of.get(prompt, ())), None)
-            num_full = self._num_full(request) if like is not None else 0
-            num_promised = self.row_pages(request) - num_full
-            if num_promised > self.pages.num_unreserved:
+            shared = self._shared_pages(request, like)
+            num_promised = self.row_pages(request) - len(shared)
+            if num_promised + self.pages.num_idle(shared) > self.pages.num_unreserved:
                 break
             self.pages.reserve(num_promised)
             self._waiting.popleft()
             lane = self._free_lanes.pop()
             self._occupy(lane, row, request, num_promised)
-            new_pages.append(self._open_table(lane, request, like, num_full))
+            new_pages.append(self._open_table(lane, request, shared))
             if len(request.prompt) > 1:
-                self._begin(lane, request, like, num_full)
+                num_shared += self._begin(lane, request, like, len(shared))
                 self._lanes_of.setdefault(prompt, []).append(lane)
                 self._prompt_of[lane] = prompt
-            num_shared += len(request.prompt) - 1 if like is not None else 0
             admission.lanes.append(lane)
             admission.tokens.append(int(request.prompt[-1]))
             admission.positions.append(len(request.prompt) - 1)
             admission.seeds.append(request.seed)
             admission.temperatures.append(request.sampling.temperature)
         return admission, new_pages, num_shared
+
+    def _shared_pages(self, request: Request, like: int | None) -> Ints:
+        """Pages that hold the beginning of a prompt: a lane's with that prompt, or known ones."""
+        if like is not None:
+            return self._block_table[like, : self._num_full(request)]
+        keys = page_keys(request.prompt[:-1], self._config.page_tokens)
+        return np.array(self.pages.prefixes.match(keys), np.int64)
 
     def _num_full(self, request: Request) -> int:
         """Pages filled by a prompt without its last token: rows of that prompt share them."""
@@ -240,20 +256,26 @@ class Scheduler:
         self._num_launched[lane] = self._num_settled[lane] = 0
         self._max_new[lane] = sampling.max_new_tokens
         self._num_promised[lane] = num_promised
-        self._eos = _extend(self._eos.T, len(sampling.eos_token_ids), NO_TOKEN).T
+        self._version_of[lane] = self._version
+        self._eos = extend(self._eos.T, len(sampling.eos_token_ids), NO_TOKEN).T
         self._eos[lane] = NO_TOKEN
         self._eos[lane, : len(sampling.eos_token_ids)] = sampling.eos_token_ids
-        self._tokens = _extend(self._tokens, sampling.max_new_tokens, 0)
-        self._scores = _extend(self._scores, sampling.max_new_tokens, 0)
+        self._log.make_room(sampling.max_new_tokens)
         # Prefill covers all but the last prompt token, which the first decode step feeds. So
         # prefill needs no logits, no sampling and no download.
         self._ready[lane] = len(request.prompt) == 1
 
-    def _begin(self, lane: int, request: Request, like: int | None, num_full: int) -> None:
-        """Prefill a row's prompt, or fork it from a lane that has, or will have, the same."""
+    def _begin(self, lane: int, request: Request, like: int | None, num_full: int) -> int:
+        """Prefill a row's prompt, or fork it from a lane that has, or will have, the same.
+
+        Returns the prompt tokens that need no prefill.
+        """
         if like is None:
-            self._prefilling.append(_Prefill(lane, request.prompt[:-1]))
-            return
+            start = num_full * self._config.page_tokens
+            self._ready[lane] = start == len(request.prompt) - 1
+            if not self._ready[lane]:
+                self._prefilling.append(_Prefill(lane, request.prompt[:-1], start))
+            return start
         copies = []
         if (len(request.prompt) - 1) % self._config.page_tokens:
             source, target = self._block_table[[like, lane], num_full]
@@ -264,6 +286,7 @@ class Scheduler:
         else:
             prefill = next(prefill for prefill in self._prefilling if prefill.lane == like)
             prefill.forks.append((lane, copies))
+        return len(request.prompt) - 1
 
     def _take_segments(self) -> list[Segment]:
         """Prompt tokens to run now, `prefill_tokens` at most, oldest row first."""
@@ -281,6 +304,7 @@ class Scheduler:
                 for lane, copies in head.forks:
                     self._ready[lane] = True
                     self._copies += copies
+                self._enter_prefixes(head.lane, head.prompt)
                 self._prefilling.popleft()
         return segments
 
@@ -304,10 +328,15 @@ class Scheduler:
         self._num_promised[growing] -= 1
         return np.stack([growing, index, pages], axis=1)
 
-    def _open_table(self, lane: int, request: Request, like: int | None, num_full: int) -> Ints:
+    def _enter_prefixes(self, lane: int, tokens: Ints) -> None:
+        """Let later rows find the pages that `tokens`, whose KV is written, fill wholly."""
+        if self._version_of[lane] == self._version:
+            keys = page_keys(tokens, self._config.page_tokens)
+            self.pages.prefixes.add(keys, self._block_table[lane].tolist())
+
+    def _open_table(self, lane: int, request: Request, shared: Ints) -> Ints:
         """Give a lane the pages of its prompt, shared ones first. Returns `(pages, 3)`."""
-        num_own = pages_for(len(request.prompt), self._config.page_tokens) - num_full
-        shared = self._block_table[like, :num_full] if like is not None else _NO_PAGES[:, 0]
+        num_own = pages_for(len(request.prompt), self._config.page_tokens) - len(shared)
         self.pages.share(shared)
         pages = np.concatenate([shared, self.pages.allocate(num_own)])
         index = np.arange(len(pages))
@@ -322,10 +351,10 @@ class Scheduler:
         An overrun of this row may be on the device now and write into those pages.
         """
         count = self._num_settled[lane]
-        scores = self._scores[:count, lane].T.tolist()
+        tokens, scores = self._log.tokens(lane, count), self._log.scores(lane, count)
         completion = Completion(
             row=int(self._row[lane]),
-            token_ids=self._tokens[:count, lane].tolist(),
+            token_ids=tokens.tolist(),
             logprobs=scores[0],
             finish_reason=reason,
             policy_version=batch.policy_version,
@@ -333,6 +362,10 @@ class Scheduler:
         )
         # ORDER: lanes and pages are touched on the compute stream alone, so whatever reuses
         # them is launched behind the overrun
+        # ORDER: a page is entered only with tokens whose KV is written; that of the last sampled
+        # token is not
+        prompt = self._request_of[int(lane)].prompt
+        self._enter_prefixes(lane, np.concatenate([prompt, tokens[:-1]]))
         held = self._block_table[lane, : self._num_pages[lane]]
         self.pages.free(held, int(self._num_promised[lane]))
         self._forget_prompt(int(lane))
@@ -351,15 +384,3 @@ class Scheduler:
             lanes.remove(lane)
             if not lanes:
                 del self._lanes_of[prompt]
-
-
-def _extend(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
-    """`array` with at least `length` rows, the new ones holding `fill`.
-
-    Rows at least double, so that rollouts of ever longer limits cost no copy each.
-    """
-    if length <= len(array):
-        return array
-    missing = max(length, 2 * len(array)) - len(array)
-    widths = ((0, missing), *((0, 0) for _ in array.shape[1:]))
-    return np.pad(array, widths, constant_values=fill)

@@ -76,10 +76,13 @@ class Device:
         self.tokens, self.positions, self.seeds = np.full((3, num_lanes), -1)
         self.temperatures = np.full(num_lanes, np.nan)
         self.block_table = np.full((num_lanes, max_row_pages), TRASH_PAGE)
-        self.stamps = np.full((MAX_PAGES, self.page_tokens, 3), -1)  # seed, position, token
+        # Seed, position, token, policy version.
+        self.stamps = np.full((MAX_PAGES, self.page_tokens, 4), -1)
+        self.versions: dict[int, int] = {}  # seed -> policy version at admission
         self.written: dict[int, list[int]] = {}  # seed -> tokens that have KV, in order
 
     def run(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        self.version = batch.policy_version
         self.admit(batch)
         for segment in batch.segments:
             stop = segment.start + len(segment.tokens)
@@ -98,6 +101,7 @@ class Device:
         self.seeds[admission.lanes] = admission.seeds
         self.temperatures[admission.lanes] = admission.temperatures
         self.written.update((seed, []) for seed in admission.seeds)
+        self.versions.update((seed, batch.policy_version) for seed in admission.seeds)
         self.block_table[admission.lanes] = TRASH_PAGE  # so that a missing page is noticed
         lanes, index, pages = batch.new_pages.T
         self.block_table[lanes, index] = pages
@@ -124,18 +128,20 @@ class Device:
         page = self.block_table[lane, position // self.page_tokens]
         assert page != TRASH_PAGE, "a running row writes to the trash page"
         seed = int(self.seeds[lane])
-        if not self.written[seed] and position == len(self.prompts.get(seed, ())):
-            self.written[seed] += self.prompts.get(seed, ())  # forked: it has another row's
+        if not self.written[seed] and position:  # what comes before is another row's
+            self.written[seed] += self.prompts.get(seed, [])[:position]
         assert position == len(self.written[seed]), "a position was skipped or written twice"
         self.written[seed].append(token)
-        self.stamps[page, position % self.page_tokens] = seed, position, token
+        self.stamps[page, position % self.page_tokens] = seed, position, token, self.version
 
     def attend(self, lane: int, context: int) -> None:
         positions, seed = np.arange(context), int(self.seeds[lane])
         pages = self.block_table[lane, positions // self.page_tokens]
         stamps = self.stamps[pages, positions % self.page_tokens]
         # A prompt's KV may be another row's of the same prompt: the tokens tell prompts apart.
-        own = stamps[len(self.prompts.get(seed, ())) :, 0]
+        num_prompt = len(self.prompts.get(seed, ()))
+        assert (stamps[:num_prompt, 3] >= self.versions[seed]).all(), "KV of old weights is shared"
+        own = stamps[num_prompt:, 0]
         assert (own == seed).all(), f"row {seed} reads another row's KV: {stamps[:, 0]}"
         assert (stamps[:, 1] == positions).all()
         assert stamps[:, 2].tolist() == self.written[seed]
@@ -188,14 +194,19 @@ def workloads(draw, *, resets=False, max_spare_pages=12) -> Workload:
         st.sampled_from([0.0, 0.5, 1.0]),  # temperature
         st.sampled_from([0, 0, 0, 0, 1, 3, 9]),  # steps after the row before
         st.sampled_from([None, None, 20, 20, 21]),  # group
+        st.sampled_from([None, None, 0, 3, 5]),  # the row whose next turn it is
     )
     requests, arrivals = [], []
-    for seed, (num_prompt, max_new, eos, temperature, gap, group) in enumerate(
+    for seed, (num_prompt, max_new, eos, temperature, gap, group, turn_of) in enumerate(
         draw(st.lists(rows, min_size=1, max_size=14))
     ):
         sampling = {"eos_token_ids": eos, "temperature": temperature}
         num_prompt = num_prompt if group is None else 5 + 4 * (group - 20)
         requests.append(make_request(seed, num_prompt, max_new, group, **sampling))
+        if turn_of is not None and turn_of < seed:
+            before = requests[turn_of]
+            turn = [*before.prompt, *expected(before)[0], 7_000_000 + seed]
+            requests[-1] = replace(requests[-1], prompt=np.array(turn[-40:]))
         arrivals.append(arrivals[-1] + gap if arrivals else 0)
     return Workload(
         config,
@@ -223,7 +234,6 @@ class Rollout:
         self.row_in: dict[int, int] = {}  # lane -> row
         self.pages: dict[int, list[int]] = {}
         self.admitted: list[int] = []
-        self.version_of: dict[int, int] = {}
         self.num_launched: Counter[int] = Counter()
         self.prefills: defaultdict[int, list[int]] = defaultdict(list)
         self.batches: list[Batch] = []
@@ -298,7 +308,6 @@ class Rollout:
             assert lane not in self.row_in, "a lane with a row was given to another"
             self.row_in[lane] = row
             self.pages[row] = []
-            self.version_of[row] = batch.policy_version
             self.admitted.append(row)
 
     def book_pages(self, batch: Batch) -> None:
@@ -318,10 +327,8 @@ class Rollout:
         holders = [other for other, pages in self.pages.items() if page in pages]
         for other in holders:
             assert self.pages[other][index] == page, "a page has two rows at different places"
-            mine, theirs = (self.requests[r].prompt[:-1].tolist() for r in (row, other))
-            assert mine == theirs, "a page has two rows"
-            assert self.version_of[row] == self.version_of[other], "KV of old weights is shared"
-            assert (index + 1) * self.work.config.page_tokens <= len(mine)
+        num_tokens = (index + 1) * self.work.config.page_tokens
+        assert num_tokens <= len(self.requests[row].prompt) - 1, "a page has two rows"
         self.seen.add("a page with two rows")
 
     def settle(self, batch: Batch) -> None:
@@ -355,15 +362,8 @@ class Rollout:
     def check_waiting(self) -> None:
         """A row waits for a lane, or for pages; and then every row waits that came later."""
         if self.queue and self.scheduler.num_live < self.work.config.max_rows:
-            request = self.requests[self.queue[0]]
-            alike = [
-                row
-                for row in self.pages
-                if self.version_of[row] == self.policy_version
-                and self.requests[row].prompt[:-1].tolist() == request.prompt[:-1].tolist()
-            ]
-            shared = (len(request.prompt) - 1) // self.work.config.page_tokens if alike else 0
-            assert self.scheduler.row_pages(request) - shared > self.scheduler.pages.num_unreserved
+            wanted = self.scheduler.row_pages(self.requests[self.queue[0]])
+            assert wanted > self.scheduler.pages.num_unreserved
             self.seen.add("a lane is free, and rows wait for pages")
 
     def reset(self) -> None:
@@ -390,6 +390,7 @@ class Rollout:
             "prompt in several segments": [s for s in batch.segments if s.start > 0],
             "prefill without decode": len(batch.rows) == 0,
             "a page copied for a fork": len(batch.copies) > 0,
+            "a beginning found": batch.num_shared > 0 and len(batch.copies) == 0,
         }
         self.seen |= {name for name, here in places.items() if here}
 
@@ -499,7 +500,9 @@ def test_rule_9_prefill_is_all_but_the_last_prompt_token_once(work, depth):
     rollout = Rollout(work, depth).run()  # `Device.write` takes positions in order only
     for row in rollout.completions:
         wanted = rollout.requests[row].prompt[:-1].tolist()
-        assert rollout.prefills[row] in (wanted, [])  # or forked from a row that has them
+        found = rollout.prefills[row]  # or the end, where another row has the beginning
+        assert wanted[len(wanted) - len(found) :] == found
+        assert not found or (len(wanted) - len(found)) % work.config.page_tokens == 0
     for batch in rollout.batches:
         num_tokens = [len(segment.tokens) for segment in batch.segments]
         assert sum(num_tokens) <= work.config.prefill_tokens
@@ -520,6 +523,8 @@ def test_pages_of_one_longest_row_serve_all_in_order(work, depth):
 
 class PagesWanted(Rollout):
     """Has as many pages as the scheduler wants, as `RolloutEngine` without `kv_bytes`."""
+
+    policy_version = 1
 
     def grow(self, spare_pages: int) -> None:
         pass
@@ -595,6 +600,7 @@ def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
         "prefill without decode",
         "a page with two rows",
         "a page copied for a fork",
+        "a beginning found",
         "reset with a batch in flight",
     ],
 )
