@@ -47,8 +47,8 @@ def prepare_trainer(model: nn.Module) -> Callable[[], None]:
     hook = backbone.register_forward_pre_hook(_count_positions, with_kwargs=True)
     library = _prefer_cublaslt(base)
     logger.warning(
-        "on_policy='exact': the trainer's model now attends by %s and counts positions from a row's "
-        "first real token%s; detach() undoes it",
+        "on_policy='exact': the trainer's model now attends by %s and counts positions from a "
+        "row's first real token%s; detach() undoes it",
         EXACT_ATTENTION,
         "" if library is None else ", and products go through cuBLASLt",
     )
