@@ -248,6 +248,8 @@ def _kernel_share(work: Workload, generate: Generate, step_s: float) -> float:
     short, long = (_kernels(partial(generate, [n + _SHORT] * work.rows)) for n in (0, steps))
     # Prefill first, then steps of as many kernels each: the last half of them is steps alone.
     a_step = (len(long) - len(short)) // steps
+    if a_step < 1:
+        return _NAN
     last = timeline.Timeline(long[-a_step * (steps // 2) :])
     return last.busy_s("compute") / (steps // 2) / step_s
 
