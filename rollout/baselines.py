@@ -8,7 +8,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import is_flash_attn_3_available
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, RolloutError
 from rollout.support import base_of
 from rollout.workload import Workload
 
@@ -62,7 +62,10 @@ def continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
             result = manager.get_result(timeout=1)
             done += result is not None and result.is_finished()
             if result is None and not manager.is_running():
-                raise RuntimeError("transformers' continuous batching stopped; see its log")
+                raise RolloutError(
+                    f"transformers' continuous batching stopped after {done} of {work.rows} rows; "
+                    "see its log, or leave its mode out of --modes"
+                )
 
     try:
         yield generate, _attention()
@@ -83,7 +86,11 @@ def trl_continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
         sampling.max_new_tokens = max(row_tokens)
         config = ContinuousBatchingConfig(max_memory_percent=0.5)  # TRL's default
         outputs = model.generate_batch(work.prompts, sampling, config)
-        assert len(outputs) == work.rows
+        if len(outputs) != work.rows:
+            raise RolloutError(
+                f"transformers' continuous batching returned {len(outputs)} of {work.rows} rows; "
+                "see its log, or leave its mode out of --modes"
+            )
 
     yield generate, _attention()
 

@@ -90,4 +90,6 @@ class RolloutConfig:
         if self.on_policy not in ("close", "exact"):
             raise ConfigError(f"on_policy={self.on_policy!r}: it must be 'close' or 'exact'")
         if not isinstance(self.compile_layers, bool | None):
-            raise ConfigError(f"compile_layers={self.compile_layers!r}: True, False or None")
+            raise ConfigError(
+                f"compile_layers={self.compile_layers!r}: it must be True, False or None"
+            )

@@ -111,14 +111,13 @@ class Scheduler:
         the same prompt share pages.
         """
         own: list[int] = []
-        shared: dict[bytes, int] = {}
+        shared: dict[tuple[int | None, bytes], int] = {}
         live = [(r, self._prompt_of.get(lane)) for lane, r in self._request_of.items()]
         for request, prompt in [*live, *((request, None) for _, request in self._waiting)]:
             num_full = self._num_full(request)
             own.append(self.row_pages(request) - num_full)
             # Rows of another policy version share with no row that is still to come.
-            key = repr(prompt).encode() if prompt else request.prompt[:-1].tobytes()
-            shared[key] = num_full
+            shared[prompt or (None, request.prompt[:-1].tobytes())] = num_full
         most = self._config.max_rows
         return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
 

@@ -185,7 +185,10 @@ def exact_attention_forward(
     batch, _, tokens, dim = query.shape
     if dropout or key.shape[2] != tokens:
         reason = f"dropout of {dropout}" if dropout else "KV cache"
-        raise UnsupportedModel(f"{type(module).__name__}: on_policy='exact' knows no {reason}")
+        raise UnsupportedModel(
+            f"{type(module).__name__}: on_policy='exact' knows no {reason}; set dropout to 0 and "
+            "use_cache=False, or on_policy='close'"
+        )
     runs_N4 = _runs(attention_mask, cu_seq_lens_q, batch, tokens, query.device)
     query_THD, keys_TKD, values_TKD = (
         states.transpose(1, 2).flatten(0, 1).to(value.dtype) for states in (query, key, value)

@@ -25,6 +25,7 @@ from trainers.support import check_trainer
 logger = logging.getLogger(__name__)
 
 _EXACT_GAP = 1e-5
+_MISSING = object()
 _SEAM_ATTRIBUTES = ("vllm_generation", "_last_loaded_step", "use_vllm")
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -78,7 +79,8 @@ class RolloutGenerator:
                 "this generator as rollout_func instead of attaching it"
             )
         self._open(trainer)
-        self._before = {name: getattr(trainer, name, None) for name in _SEAM_ATTRIBUTES}
+        state = vars(trainer)
+        self._before = {name: state.get(name, _MISSING) for name in _SEAM_ATTRIBUTES}
         # What the trainer's own `if self.use_vllm:` constructor block sets.
         trainer.vllm_generation = self
         trainer._last_loaded_step = -1
@@ -91,7 +93,10 @@ class RolloutGenerator:
         if trainer is None:
             return
         for name, value in self._before.items():
-            setattr(trainer, name, value)
+            if value is _MISSING:
+                delattr(trainer, name)
+            else:
+                setattr(trainer, name, value)
         del trainer._generate, trainer._generate_and_score_completions
         self._undo_exact()
         self.engine.close()
