@@ -197,7 +197,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
             kernel_share=_kernel_share(work, run.generate, step_s),
             host_us=host_us,
             h2d_bytes=_slope(traced, whole),
-            num_graphs=engine.graphs.num_captured,
+            num_graphs=engine.worker.graphs.num_captured,
             attention="Triton, paged" if torch.cuda.is_available() else "plain torch, paged",
         )
 

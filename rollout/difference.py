@@ -75,11 +75,11 @@ def differences(
             model.eval()(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
         config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=compiled)
         with RolloutEngine(model, config, autocast_dtype=autocast_dtype) as engine:
-            engine.graphs.prepare = lambda *_: None  # type: ignore[method-assign]
+            engine.worker.graphs.prepare = lambda *_: None  # type: ignore[method-assign]
             rows = ids.tolist()  # SYNC: tensors of the CPU
             starts = (num_tokens - lengths).tolist()  # SYNC: likewise
             prompts = [row[start:] for row, start in zip(rows, starts, strict=True)]
-            with _recorded(engine.twin.base, within_layers=not compiled) as rollouts:
+            with _recorded(engine.worker.twin.base, within_layers=not compiled) as rollouts:
                 engine.generate(prompts, SamplingParams(max_new_tokens=1))
     finally:
         undo()

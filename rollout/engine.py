@@ -19,26 +19,12 @@ from torch import nn
 from tqdm import tqdm
 
 from rollout.config import RolloutConfig
-from rollout.errors import (
-    EngineBusy,
-    EngineClosed,
-    OutOfMemory,
-    UnsupportedModel,
-)
-from rollout.exact import make_exact
-from rollout.forward import Forward, Lanes
-from rollout.fused import lay_together
-from rollout.graphs import GraphCache
+from rollout.errors import EngineBusy, EngineClosed, OutOfMemory
 from rollout.intake import Limits, build_requests
-from rollout.kv_cache import KVCache
-from rollout.memory import max_kv_bytes
-from rollout.pages import TRASH_PAGE, pages_for
 from rollout.request import Completion, Request, SamplingParams
 from rollout.scheduler import Scheduler
-from rollout.slots import SlotPair, Streams
-from rollout.support import base_of, check_model, check_placed
 from rollout.telemetry import RolloutStats
-from rollout.twin import Twin
+from rollout.worker import Worker, is_out_of_memory
 
 # What is made in inference mode cannot be written outside of it, and the engine's buffers outlive
 # whatever mode its caller is in.
@@ -78,43 +64,11 @@ class RolloutEngine:
         self.config = config or RolloutConfig()
         self.policy_version = 0
         self.stats = RolloutStats()
-        check_model(model)
-        check_placed(model)
-        if self.config.fuse_projections:
-            lay_together(base_of(model))
-        exact, on_gpu = self.config.exact, next(model.parameters()).device.type == "cuda"
-        compiled = self.config.compile_layers
-        if compiled is None:
-            compiled = on_gpu
-        self.twin = Twin(model, autocast_dtype, compiled=compiled, exact=exact)
-        self.max_row_tokens = self.config.max_row_tokens or self.twin.max_positions
-        max_row_pages = pages_for(self.max_row_tokens, self.config.page_tokens)
-        self._device = device = self.twin.device
-        max_rows = self.config.max_rows
-        self.scheduler = Scheduler(self.config, max_row_pages)
-        self.kv_cache = KVCache(self.twin.kv_layout(self.config.page_tokens), device)
-        self.streams = Streams(device)
-        self.slots = SlotPair(
-            self.config.num_slots,
-            self.streams,
-            max_rows=max_rows,
-            max_row_pages=max_row_pages,
-            prefill_tokens=self.config.prefill_tokens,
-            num_scores=self.config.num_scores,
-            device=device,
-        )
-        lanes = Lanes.empty(max_rows, max_row_pages, device)
-        least_rows = make_exact(self.twin) if exact and on_gpu else 1
-        forward = Forward(
-            self.twin,
-            self.kv_cache,
-            lanes,
-            self.config.num_scores,
-            exact=exact,
-            least_rows=least_rows,
-        )
-        self.graphs = GraphCache(forward, self.streams, max_rows, device)
-        self._compiled_builds = 0
+        self.worker = Worker(model, self.config, autocast_dtype)
+        self.scheduler = Scheduler(self.config, self.worker.max_row_pages)
+        self.max_row_tokens = self.worker.max_row_tokens
+        self.slots = self.worker.slots
+        self.streams = self.worker.streams
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -215,7 +169,7 @@ class RolloutEngine:
             if batch is not None:
                 slot.stage(batch)  # host: fill the pinned buffers
                 slot.upload()  # h2d stream -> slot.uploaded
-                self.graphs.run(slot)  # compute stream -> slot.computed
+                self.worker.graphs.run(slot)  # compute stream -> slot.computed
                 slot.download()  # d2h stream -> slot.downloaded
                 num_pages = self.scheduler.pages.num_used
                 self.stats.launched(len(batch.rows), num_pages, slot.staged_bytes)
@@ -236,7 +190,7 @@ class RolloutEngine:
                 self._abort()
             finally:
                 self._closed = True
-                del self.graphs, self.kv_cache, self.slots, self.twin
+                del self.worker, self.slots
 
     def _settled(self, completions: list[Completion]) -> list[Completion]:
         self.stats.settled(sum(len(completion.token_ids) for completion in completions))
@@ -247,9 +201,10 @@ class RolloutEngine:
     def _give_up(self, error: BaseException) -> None:
         """End every row after a failure, and say of a lack of memory what helps."""
         self._abort()
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
+            num_bytes = self.worker.kv_cache.num_bytes
             raise OutOfMemory(
-                f"the GPU has no memory left (KV pages take {self.kv_cache.num_bytes} bytes; "
+                f"the GPU has no memory left (KV pages take {num_bytes} bytes; "
                 f"kv_bytes={self.config.kv_bytes}, kv_fraction={self.config.kv_fraction}, "
                 f"prefill_tokens={self.config.prefill_tokens}, max_rows={self.config.max_rows}); "
                 "lower one of them"
@@ -277,14 +232,14 @@ class RolloutEngine:
             yield
         finally:
             self._open_version(same_weights)
-            self._prepare_graphs()
+            self._prepare()
 
     def _abort(self) -> None:
         """Forget every row, live or waiting, and wait until the device has, too."""
         try:
             self.slots.drain()
         finally:
-            self.scheduler.reset(num_pages=self.kv_cache.num_pages)
+            self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
             self.streams.hand_back()
 
     @_no_inference_mode
@@ -299,7 +254,7 @@ class RolloutEngine:
         rows = [self.scheduler.add(request) for request in requests]
         try:
             self._grow(limits, keep=not begins)
-            self._prepare_graphs()
+            self._prepare()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -311,82 +266,40 @@ class RolloutEngine:
         self.streams.take_over()
         try:
             if not same_weights:
-                with self.streams.module.stream(self.streams.compute):
-                    self.twin.refresh()
-                self._check_unmoved()
+                self.worker.refresh()
                 self.policy_version += 1
         finally:
             if not self.busy:
                 self.streams.hand_back()  # there may be no batch to do it
 
-    def _prepare_graphs(self) -> None:
-        """Have a graph for whatever the rows at hand can need, over memory as it lies now."""
+    def _prepare(self) -> None:
+        """Have a graph for whatever the rows at hand can need."""
         began = time.perf_counter()
-        self._compile()
-        num_rows, longest = self.scheduler.largest_batch()
-        addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
-        self.graphs.prepare(num_rows, longest, addresses)
+        self.worker.prepare(*self.scheduler.largest_batch())
         self.stats.warmup_s += time.perf_counter() - began
-
-    def _compile(self) -> None:
-        """Compile the twin's layers before a row is served, or run them as they are."""
-        if not self.twin.compiled or self._compiled_builds == self.twin.num_builds:
-            return
-        try:
-            with self.streams.module.stream(self.streams.compute):
-                self.graphs.forward.warm_up()
-        except Exception as error:  # a compiler fails in many ways
-            if _is_out_of_memory(error):
-                raise
-            self.twin.stop_compiling(error)
-        self._compiled_builds = self.twin.num_builds
 
     def _grow(self, limits: Limits, *, keep: bool) -> None:
         """Have as many KV pages as the rows at hand can need, within the limit."""
         num_pages = min(self.scheduler.pages_wanted(), limits.max_pages)
+        held = self.worker.kv_cache.num_pages
         if not keep and self.scheduler.knows_prefixes(self.policy_version):
-            keep = num_pages + self.kv_cache.num_pages <= limits.max_pages  # both at once
-            if not keep and num_pages > self.kv_cache.num_pages:
+            keep = num_pages + held <= limits.max_pages  # both at once
+            if not keep and num_pages > held:
                 self.scheduler.pages.forget_prefixes()
-        moved = num_pages > self.kv_cache.num_pages
-        with self.streams.module.stream(self.streams.compute):
-            if moved and not keep:
-                # No entry may go on pointing at a page that is given up.
-                self.graphs.forward.lanes.block_table_LP.fill_(TRASH_PAGE)
-            self.kv_cache.grow(num_pages, keep=keep)
+        self.worker.grow(num_pages, keep=keep)
         self.scheduler.pages.grow(num_pages)
 
     def _limits(self) -> Limits:
         """What one row may ask for, now that so much memory is free."""
-        page_bytes = self.kv_cache.layout.page_bytes
-        kv_bytes = max_kv_bytes(self.config, self._device, self.kv_cache.num_bytes)
-        max_pages = sys.maxsize if kv_bytes is None else kv_bytes // page_bytes
+        max_pages = self.worker.max_pages()
         return Limits(
-            vocab_size=self.twin.vocab_size,
+            vocab_size=self.worker.twin.vocab_size,
             max_row_tokens=self.max_row_tokens,
-            max_pages=max(max_pages, self.kv_cache.num_pages),
-            page_bytes=page_bytes,
+            max_pages=sys.maxsize if max_pages is None else max_pages,
+            page_bytes=self.worker.kv_cache.layout.page_bytes,
             config=self.config,
         )
-
-    def _check_unmoved(self) -> None:
-        """The engine's buffers were made for the device and dtype that the model had."""
-        device, layout = self.twin.device, self.twin.kv_layout(self.config.page_tokens)
-        if (device, layout) != (self._device, self.kv_cache.layout):
-            raise UnsupportedModel(
-                f"the model was moved or cast after the engine was made: {layout.dtype} on "
-                f"{device} now, {self.kv_cache.layout.dtype} on {self._device} before; make a new "
-                "engine"
-            )
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine was closed; make a new one")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether a library of CUDA's means a lack of memory, by whatever class it says so."""
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)
-    )

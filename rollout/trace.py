@@ -38,7 +38,7 @@ class _Trace:
         self.slots: list[IOSlot] = engine.slots.slots
         self._engine = engine
         self._streams = engine.streams
-        self._on_gpu = engine.twin.device.type == "cuda"
+        self._on_gpu = engine.worker.twin.device.type == "cuda"
         self._device: list[tuple[str, str, Any, Any]] = []
         self._origin = self._mark(self._streams.compute)
         if self._on_gpu:
@@ -49,7 +49,7 @@ class _Trace:
         """What the host does in a step, and its name on the timeline."""
         yield self._engine.scheduler, "schedule", "plan"
         yield self._engine.scheduler, "commit", "settle"
-        yield self._engine.graphs, "run", "launch"
+        yield self._engine.worker.graphs, "run", "launch"
         for slot in self.slots:
             yield slot, "stage", "stage"
             yield slot, "wait", WAIT

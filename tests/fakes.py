@@ -38,8 +38,8 @@ class HistoryModel:
 
 def with_history_model(engine: RolloutEngine) -> RolloutEngine:
     """`engine` with its model replaced."""
-    model, lanes = HistoryModel(engine.twin.vocab_size), engine.graphs.forward.lanes
-    engine.graphs.forward = Forward(model, engine.kv_cache, lanes)
+    model, lanes = HistoryModel(engine.worker.twin.vocab_size), engine.worker.graphs.forward.lanes
+    engine.worker.graphs.forward = Forward(model, engine.worker.kv_cache, lanes)
     return engine
 
 
@@ -59,8 +59,8 @@ def with_lagging_device(engine: RolloutEngine) -> RolloutEngine:
             queue.pop(0)[1]()
         return wait()
 
-    run = engine.graphs.run
-    engine.graphs.run = lambda slot: queue.append((slot, partial(run, slot)))
+    run = engine.worker.graphs.run
+    engine.worker.graphs.run = lambda slot: queue.append((slot, partial(run, slot)))
     for slot in engine.slots.slots:
         slot.upload, slot.download = later(slot.upload, slot), later(slot.download, slot)
         slot.wait = partial(waiting, slot, slot.wait)

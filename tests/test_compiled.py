@@ -32,8 +32,8 @@ def test_one_compilation_serves_every_layer_size_and_update():
     counters.clear()
     with RolloutEngine(model, CONFIG) as engine:
         assert_generates(engine, model)
-        assert engine.twin.compiled
-        assert engine.twin.num_fused == 6
+        assert engine.worker.twin.compiled
+        assert engine.worker.twin.num_fused == 6
         assert engine.stats.warmup_s > 0
         for parameter in model.parameters():
             parameter.data.mul_(1.1)
@@ -54,7 +54,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(monkeypatch, 
     model = tiny.build()
     with caplog.at_level(logging.WARNING), RolloutEngine(model, CONFIG) as engine:
         assert_generates(engine, model)
-        assert not engine.twin.compiled
+        assert not engine.worker.twin.compiled
         tiny.assert_on_policy(engine, model)
     messages = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
     assert messages == [
@@ -79,7 +79,7 @@ def test_in_exact_mode_means_and_activations_are_torchs_own(monkeypatch):
     no_caches = torch._inductor.config.patch(force_disable_caches=True)
     with no_caches, RolloutEngine(model, replace(CONFIG, on_policy="exact")) as engine:
         assert_generates(engine, model)
-        assert engine.twin.compiled
+        assert engine.worker.twin.compiled
     assert ran.count("twinslot.mean.default") == 4  # two norms of the layer, and of q and k
     assert ran.count("twinslot.activation.default") == 1
     assert "aten.mean.dim" not in ran

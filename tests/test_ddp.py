@@ -23,7 +23,7 @@ found = {
     "completions": generator.generate([[9, 10]] * 4, None, 4)[1],
 }
 if rank == 0:
-    generator.engine.graphs.forward.decode = None
+    generator.engine.worker.graphs.forward.decode = None
 try:
     generator.generate([[9]], None, 1)
 except Exception as error:

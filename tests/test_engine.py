@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-import rollout.engine
+import rollout.worker
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 
 SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 11}
@@ -108,7 +108,7 @@ def test_kv_bytes_bounds_the_pages_and_changes_no_row():
     order = list(range(len(work[0])))
     wanted = rows_of(*work, order, wrap=fakes.with_history_model)
     with engine_for(tiny.build()) as engine:
-        page_bytes = engine.kv_cache.layout.page_bytes
+        page_bytes = engine.worker.kv_cache.layout.page_bytes
     # The longest row has 14 + 19 tokens: 8 pages of 4, and the trash page.
     tight = {"kv_bytes": 9 * page_bytes}
     assert rows_of(*work, order, wrap=fakes.with_history_model, **tight) == wanted
@@ -183,7 +183,7 @@ def test_model_and_global_random_states_are_left_as_found(fail, training):
     before, randomness = states(model), global_random_states()
     with engine_for(model) as engine:
         if fail:
-            engine.graphs.forward.decode = None
+            engine.worker.graphs.forward.decode = None
             with pytest.raises(TypeError):
                 engine.generate(tiny.prompts(5), SamplingParams(max_new_tokens=5))
         else:
@@ -202,7 +202,7 @@ def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(num
     order = range(len(work[0]))
     wanted = rows_of(*work, order, wrap=fakes.with_history_model)
     with fakes.with_history_model(engine_for(tiny.build(), num_slots=num_slots)) as engine:
-        run, calls = getattr(engine.graphs.forward, part), []
+        run, calls = getattr(engine.worker.graphs.forward, part), []
 
         def failing(*args):
             calls.append(args)
@@ -210,7 +210,7 @@ def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(num
                 raise MemoryError("injected")
             return run(*args)
 
-        setattr(engine.graphs.forward, part, failing)
+        setattr(engine.worker.graphs.forward, part, failing)
         with pytest.raises(MemoryError, match="injected"):
             engine.generate(*work)
         assert not engine.busy
@@ -224,7 +224,7 @@ def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change
     asked = []
     model = tiny.build()
     with engine_for(model) as engine:
-        engine.graphs.prepare = lambda *arguments: asked.append(arguments)
+        engine.worker.graphs.prepare = lambda *arguments: asked.append(arguments)
         engine.submit([9] * 20, SamplingParams(max_new_tokens=30))
         engine.step()
         engine.step()
@@ -262,19 +262,19 @@ def test_a_failed_growth_leaves_no_pages_that_are_not_there(monkeypatch):
     prompts, sampling, seeds = workload()
     with engine_for(tiny.build()) as engine:
         wanted = [c.token_ids for c in engine.generate(prompts, sampling, seeds)]
-        grow, page_bytes = engine.kv_cache.grow, engine.kv_cache.layout.page_bytes
+        grow, page_bytes = engine.worker.kv_cache.grow, engine.worker.kv_cache.layout.page_bytes
 
         def failing(num_pages, *, keep):
             grow(num_pages, keep=keep)
-            engine.kv_cache._data = engine.kv_cache._data[:0]
+            engine.worker.kv_cache._data = engine.worker.kv_cache._data[:0]
             raise MemoryError("injected")
 
         long = SamplingParams(max_new_tokens=100)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.kv_cache, "grow", failing)
+            patch.setattr(engine.worker.kv_cache, "grow", failing)
             with pytest.raises(MemoryError):
                 engine.generate([[9]] * 4, long)
-        monkeypatch.setattr(rollout.engine, "max_kv_bytes", lambda *_: 12 * page_bytes)
+        monkeypatch.setattr(rollout.worker, "max_kv_bytes", lambda *_: 12 * page_bytes)
         assert [c.token_ids for c in engine.generate(prompts, sampling, seeds)] == wanted
 
 

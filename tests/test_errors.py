@@ -114,7 +114,7 @@ def test_bad_config_is_named(knobs, message):
 
 def test_one_row_larger_than_all_pages_says_what_to_raise():
     probe = RolloutEngine(tiny.build(), RolloutConfig(page_tokens=4))
-    page_bytes = probe.kv_cache.layout.page_bytes
+    page_bytes = probe.worker.kv_cache.layout.page_bytes
     config = RolloutConfig(max_rows=2, page_tokens=4, kv_bytes=3 * page_bytes + 1)
     with RolloutEngine(tiny.build(), config) as engine:
         wanted = rf"10 tokens needs 3 KV pages .* memory for 2 .*kv_bytes={config.kv_bytes}"

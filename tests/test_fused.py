@@ -47,14 +47,14 @@ def test_rollouts_are_on_policy_through_updates(family):
     model = tiny.build(family)
     with RolloutEngine(model, FUSED) as engine:
         groups = 1 if family in ("qwen3_moe", "gpt_oss") else 2  # experts are no linear layers
-        assert engine.twin.num_fused == groups * 3
+        assert engine.worker.twin.num_fused == groups * 3
         tiny.assert_on_policy(engine, model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model.train()
         model(torch.tensor([[9, 10, 11]]), labels=torch.tensor([[9, 10, 11]])).loss.backward()
         optimizer.step()
         tiny.assert_on_policy(engine, model)
-        assert engine.twin.num_fused == groups * 3
+        assert engine.worker.twin.num_fused == groups * 3
 
 
 def test_weights_that_were_pulled_apart_are_separate_products_again():
@@ -63,7 +63,7 @@ def test_weights_that_were_pulled_apart_are_separate_products_again():
         layer = model.model.layers[1].self_attn.k_proj
         layer.weight.data = layer.weight.data.clone() * 1.5
         tiny.assert_on_policy(engine, model)
-        assert engine.twin.num_fused == 5
+        assert engine.worker.twin.num_fused == 5
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_adapters_go_with_their_group_through_updates_and_switches(targets):
         ):
             change()
             tiny.assert_on_policy(engine, model)
-            assert engine.twin.num_fused == 6
+            assert engine.worker.twin.num_fused == 6
 
 
 def test_adapters_that_are_more_than_a_product_are_left_alone():
     config = LoraConfig(target_modules=["v_proj"], init_lora_weights=False, use_dora=True)
     model = get_peft_model(tiny.build(), config)
     with RolloutEngine(model, FUSED) as engine:
-        assert engine.twin.num_fused == 3
+        assert engine.worker.twin.num_fused == 3
         tiny.assert_on_policy(engine, model)
 
 
@@ -99,7 +99,7 @@ def test_cast_weights_lie_together_unasked():
     with RolloutEngine(
         model, replace(FUSED, fuse_projections=False), autocast_dtype=torch.bfloat16
     ) as engine:
-        assert engine.twin.num_fused == 6
+        assert engine.worker.twin.num_fused == 6
         (completion,) = engine.generate([[9, 10, 11]], SIX)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             wanted = tiny.logprobs(model.eval(), [9, 10, 11], completion.token_ids)
@@ -109,7 +109,7 @@ def test_cast_weights_lie_together_unasked():
 def test_nothing_is_fused_unless_asked():
     model = tiny.build()
     with RolloutEngine(model, RolloutConfig(max_rows=4, page_tokens=4)) as engine:
-        assert engine.twin.num_fused == 0
+        assert engine.worker.twin.num_fused == 0
     assert fuse(model) == 0
 
 
@@ -135,9 +135,13 @@ def test_unsplit_products_are_the_same_products_and_outlive_a_change_of_adapters
         model = get_peft_model(model, config)
     shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
-        engine.twin.use_unsplit_products({*shapes, (96, 48), (128, 48), (9, 48), (6, 48)})
+        engine.worker.twin.use_unsplit_products({*shapes, (96, 48), (128, 48), (9, 48), (6, 48)})
         tiny.assert_on_policy(engine, model)
-        left = [type(m).__name__ for m in engine.twin.base.modules() if type(m) is torch.nn.Linear]
+        left = [
+            type(m).__name__
+            for m in engine.worker.twin.base.modules()
+            if type(m) is torch.nn.Linear
+        ]
         assert left == []
         if adapters:
             model.merge_adapter()

@@ -309,14 +309,14 @@ def test_fp32_masters_under_bf16_autocast_stay_float32_and_close(tmp_path):
     generator = trl_trainer.attach(trainer)
     trainer.train()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    assert generator.engine.twin.shadow_bytes > 0
+    assert generator.engine.worker.twin.shadow_bytes > 0
     assert max(trl_trainer.logged(trainer, "rollout/logp_gap")) < 0.05
 
 
 def test_a_failed_rollout_reaches_the_user_and_training_can_go_on(tmp_path):
     trainer = trl_trainer.build(tmp_path, max_steps=2)
     generator = trl_trainer.attach(trainer)
-    forward, calls = generator.engine.graphs.forward, []
+    forward, calls = generator.engine.worker.graphs.forward, []
     decode = forward.decode
 
     def failing(*args):

@@ -79,8 +79,8 @@ def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters, recor
         completions = engine.generate(prompts, sampling, seeds)
         # Experts in float32 wait for the host inside transformers, so they run eagerly.
         if family not in EXPERTS or dtype != torch.float32:
-            assert engine.graphs.num_captured > 0
-            assert engine.graphs.num_eager == 0
+            assert engine.worker.graphs.num_captured > 0
+            assert engine.worker.graphs.num_eager == 0
     gap = gaps(model, prompts, completions, 1.3)
     record_property("gap", f"mean {gap.mean():.1e}, max {gap.max():.1e}")
     if dtype == torch.float32:
@@ -107,9 +107,9 @@ def test_compiled_and_fused_layers_are_as_close_to_the_trainer_in_one_compilatio
     counters.clear()
     with RolloutEngine(model, replace(CONFIG, **changes)) as engine:
         completions = engine.generate(prompts, sampling, seeds)
-        assert engine.twin.compiled
-        assert engine.twin.num_fused > 0
-        assert engine.graphs.num_eager == 0
+        assert engine.worker.twin.compiled
+        assert engine.worker.twin.num_fused > 0
+        assert engine.worker.graphs.num_eager == 0
         graphs = 2 if family == "gemma2" else 1  # one for each kind of layer
         assert counters["stats"]["unique_graphs"] == graphs
     gap = gaps(model, prompts, completions, 1.3)
@@ -131,8 +131,8 @@ def test_rows_that_grow_past_a_split_and_a_graphs_bound_stay_the_trainers(family
     config = replace(CONFIG, page_tokens=256, prefill_tokens=3000)
     with RolloutEngine(model, config) as engine:
         completions = engine.generate(prompts, sampling)
-        assert engine.graphs.num_eager == 0
-        assert {context for _, context in engine.graphs._graphs} == {2048, 8192, 32768}
+        assert engine.worker.graphs.num_eager == 0
+        assert {context for _, context in engine.worker.graphs._graphs} == {2048, 8192, 32768}
     gap = gaps(model, prompts, completions, 1.3)
     assert gap.max() < (1e-4 if dtype == torch.float32 else 0.05)
 
@@ -150,7 +150,7 @@ def test_the_twin_gives_exactly_the_trainers_numbers_under_autocast():
     model = on_gpu().eval()
     ids = torch.randint(8, tiny.VOCAB, (16, 50), device="cuda")
     with RolloutEngine(model, CONFIG, autocast_dtype=torch.bfloat16) as engine:
-        twin = engine.twin.base
+        twin = engine.worker.twin.base
         twin.config._attn_implementation = "sdpa"
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
             assert torch.equal(type(twin).forward(twin, ids).logits, model(ids).logits)
@@ -162,7 +162,7 @@ def test_the_twin_gives_exactly_the_trainers_numbers_under_autocast():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_graph_and_eager_agree_at_every_padded_size(dtype):
     with RolloutEngine(on_gpu(dtype=dtype), CONFIG) as engine:
-        graphs = engine.graphs
+        graphs = engine.worker.graphs
         for size in graphs._sizes:
             engine.generate(tiny.prompts(LANES, seed=size), SamplingParams(max_new_tokens=3))
             lanes, key = graphs.forward.lanes, graphs._key(size, 9)
@@ -188,10 +188,10 @@ def test_graphs_share_a_pool_and_go_on_giving_the_same_rows():
         wanted = rows_of(engine.generate(*work()))
         for size in (1, 5, LANES, 3):
             engine.generate(tiny.prompts(size), SamplingParams(max_new_tokens=9))
-        captured = engine.graphs.num_captured
+        captured = engine.worker.graphs.num_captured
         assert rows_of(engine.generate(*work())) == wanted
-        assert engine.graphs.num_captured == captured
-        assert engine.graphs.num_eager == 0
+        assert engine.worker.graphs.num_captured == captured
+        assert engine.worker.graphs.num_eager == 0
 
 
 def test_longer_rows_and_moved_weights_are_captured_again(caplog):
@@ -203,7 +203,7 @@ def test_longer_rows_and_moved_weights_are_captured_again(caplog):
         prompts = tiny.prompts(3)
         completions = engine.generate(prompts, short)
         assert gaps(model, prompts, completions, 1.0).max() < 1e-4
-        assert engine.graphs.num_eager == 0
+        assert engine.worker.graphs.num_eager == 0
     assert "have moved" in caplog.text
 
 
@@ -211,16 +211,16 @@ def test_a_shape_that_cannot_be_captured_runs_eagerly_and_says_so_once(caplog):
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
     with RolloutEngine(on_gpu(), CONFIG) as engine:
-        step = engine.graphs._step
+        step = engine.worker.graphs._step
 
         def waiting(size, context):
             step(size, context)
-            engine.graphs._tokens.sum().item()
+            engine.worker.graphs._tokens.sum().item()
 
-        engine.graphs._step = waiting
+        engine.worker.graphs._step = waiting
         assert rows_of(engine.generate(*work())) == wanted
-        assert engine.graphs.num_captured == 0
-        assert engine.graphs.num_eager == engine.stats.decode_steps
+        assert engine.worker.graphs.num_captured == 0
+        assert engine.worker.graphs.num_eager == engine.stats.decode_steps
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "runs eagerly" in warnings[0].message
@@ -230,17 +230,17 @@ def test_one_size_that_cannot_be_captured_leaves_the_others_and_torch_alone(capl
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
     with RolloutEngine(on_gpu(), CONFIG) as engine:
-        step = engine.graphs._step
+        step = engine.worker.graphs._step
 
         def greedy(size, context):
             if size == LANES and torch.cuda.is_current_stream_capturing():
                 torch.empty(2**50, device="cuda")
             step(size, context)
 
-        engine.graphs._step = greedy
+        engine.worker.graphs._step = greedy
         assert rows_of(engine.generate(*work())) == wanted
-        assert engine.graphs.num_captured == len(engine.graphs._sizes) - 1
-        assert 0 < engine.graphs.num_eager < engine.stats.decode_steps
+        assert engine.worker.graphs.num_captured == len(engine.worker.graphs._sizes) - 1
+        assert 0 < engine.worker.graphs.num_eager < engine.stats.decode_steps
     assert torch.rand(3, device="cuda").shape == (3,)
     assert len([r for r in caplog.records if "runs eagerly" in r.message]) == 1
 
@@ -358,7 +358,7 @@ def test_weights_replaced_in_a_pause_are_the_ones_that_the_next_graph_reads():
         model = on_gpu()
         with RolloutEngine(model, CONFIG) as engine:
             if not graphs:
-                engine.graphs.prepare = lambda *_: None
+                engine.worker.graphs.prepare = lambda *_: None
             engine.submit([9, 10, 11], SamplingParams(max_new_tokens=8))
             done = engine.step() + engine.step()
             with engine.paused():
@@ -367,7 +367,7 @@ def test_weights_replaced_in_a_pause_are_the_ones_that_the_next_graph_reads():
                 torch.cuda.empty_cache()
             while engine.busy:
                 done += engine.step()
-            assert (engine.graphs.num_eager == 0) == graphs
+            assert (engine.worker.graphs.num_eager == 0) == graphs
         return done[0]
 
     with_graphs, eager = tokens(True), tokens(False)
@@ -451,36 +451,36 @@ def test_three_trainings_learn_and_their_peak_memory_is_flat(tmp_path, record_pr
     assert peaks[2] <= 1.01 * peaks[1] <= 1.02 * peaks[0]
     assert max(reserved) == reserved[0]  # torch gives cached blocks back as it likes
     assert sum(rewards[2]) / 5 > 0.6
-    assert generator.engine.graphs.num_eager == 0
+    assert generator.engine.worker.graphs.num_eager == 0
 
 
 def test_out_of_memory_in_prefill_is_named_and_the_engine_goes_on():
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
-        prefill = engine.graphs.forward.prefill
+        prefill = engine.worker.graphs.forward.prefill
 
         def greedy(slot, segments):
             torch.empty(2**50, device="cuda")
 
-        engine.graphs.forward.prefill = greedy
+        engine.worker.graphs.forward.prefill = greedy
         with pytest.raises(OutOfMemory, match=r"kv_fraction=0.6, prefill_tokens=64.*lower one"):
             engine.generate(*work())
-        engine.graphs.forward.prefill = prefill
+        engine.worker.graphs.forward.prefill = prefill
         assert rows_of(engine.generate(*work())) == wanted
 
 
 def test_out_of_memory_in_capture_leaves_eager_steps(caplog):
     with RolloutEngine(on_gpu(), CONFIG) as engine:
-        step = engine.graphs._step
+        step = engine.worker.graphs._step
 
         def greedy(size, context):
             if torch.cuda.is_current_stream_capturing():
                 torch.empty(2**50, device="cuda")
             step(size, context)
 
-        engine.graphs._step = greedy
+        engine.worker.graphs._step = greedy
         rows = rows_of(engine.generate(*work()))
-        assert engine.graphs.num_eager > 0
+        assert engine.worker.graphs.num_eager > 0
     assert "runs eagerly" in caplog.text
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         assert rows_of(engine.generate(*work())) == rows
@@ -502,7 +502,7 @@ def test_closing_gives_the_memory_back():
 def test_kv_pages_are_sized_by_need_and_bounded_by_the_fraction():
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         engine.generate([[9, 10]], SamplingParams(max_new_tokens=3))
-        assert engine.kv_cache.num_pages == 2
+        assert engine.worker.kv_cache.num_pages == 2
         limits = engine._limits()
         free, _ = torch.cuda.mem_get_info()
         assert 2**29 < limits.max_pages * limits.page_bytes < 0.7 * free

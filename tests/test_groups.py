@@ -109,7 +109,7 @@ def test_known_beginnings_give_way_to_rows_that_need_the_pages():
     model = tiny.build().eval()
     pages = 9
     probe = RolloutEngine(model, CONFIG)
-    page_bytes = probe.kv_cache.layout.page_bytes
+    page_bytes = probe.worker.kv_cache.layout.page_bytes
     probe.close()
     config = RolloutConfig(max_rows=2, page_tokens=PAGE, kv_bytes=(pages + 1) * page_bytes)
     with RolloutEngine(model, config) as engine:
@@ -119,4 +119,4 @@ def test_known_beginnings_give_way_to_rows_that_need_the_pages():
             assert done.token_ids == tiny.greedy(model, given, 6)
             engine.scheduler.check()
         assert engine.scheduler.pages.num_cached > 0
-        assert engine.kv_cache.num_pages <= pages + 1
+        assert engine.worker.kv_cache.num_pages <= pages + 1

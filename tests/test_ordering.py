@@ -200,7 +200,7 @@ def test_after_a_failure_the_host_waits_for_every_stream_before_the_trainer_goes
     recorded, failing
 ):
     engine, recorder = recorded
-    setattr(engine.graphs.forward, failing, None)
+    setattr(engine.worker.graphs.forward, failing, None)
     with pytest.raises(TypeError):
         engine.generate(*work())
     end = recorder.log[-8:]
@@ -239,14 +239,14 @@ def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():
     engine = RolloutEngine(tiny.build(), RolloutConfig(**SMALL))
     engine.submit([9, 10, 11], SamplingParams(max_new_tokens=4))
     engine.step()
-    forward = engine.graphs.forward
+    forward = engine.worker.graphs.forward
     lanes = forward.lanes
     before = [lanes.positions_L.clone(), lanes.block_table_LP.clone()]
-    engine.kv_cache._data[TRASH_PAGE] = 7.0
-    pages = engine.kv_cache._data.clone()
+    engine.worker.kv_cache._data[TRASH_PAGE] = 7.0
+    pages = engine.worker.kv_cache._data.clone()
     with torch.no_grad():
         forward.decode(torch.tensor([lanes.trash_lane] * 2), max_context=1)
     assert torch.equal(lanes.positions_L, before[0])
     assert torch.equal(lanes.block_table_LP, before[1])
-    changed = (engine.kv_cache._data != pages).flatten(1).any(1).nonzero().flatten()
+    changed = (engine.worker.kv_cache._data != pages).flatten(1).any(1).nonzero().flatten()
     assert changed.tolist() == [TRASH_PAGE]

@@ -55,9 +55,13 @@ def opened(model, config):
 
 def step_ms(engine, rows, context):
     """A decode step as the replay of one captured graph, over random keys and values."""
-    graphs, lanes, page = engine.graphs, engine.graphs.forward.lanes, engine.config.page_tokens
+    graphs, lanes, page = (
+        engine.worker.graphs,
+        engine.worker.graphs.forward.lanes,
+        engine.config.page_tokens,
+    )
     pages = -(-(context + 1) // page)
-    engine.kv_cache.grow(rows * pages + 1, keep=False)
+    engine.worker.kv_cache.grow(rows * pages + 1, keep=False)
     table = torch.randperm(rows * pages, device="cuda").view(rows, pages) + 1
     lanes.block_table_LP[:rows, :pages] = table
     graphs._graphs.clear()
