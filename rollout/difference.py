@@ -1,7 +1,7 @@
 """Where rollout and trainer first differ, module by module."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,30 +65,34 @@ def differences(
     lengths = torch.randint(2, num_tokens + 1, (num_rows,), generator=generator)
     lengths[0] = num_tokens
     mask = torch.arange(num_tokens) >= num_tokens - lengths[:, None]  # padded on the left
-    undo, was_training = prepare_trainer(model), model.training
+    config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=compiled)
+    engine = RolloutEngine(model, config, autocast_dtype=autocast_dtype)
+    undo, was_training = prepare_trainer(model, engine.worker.narrow), model.training
     try:
         with (
             torch.no_grad(),
             torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
-            _recorded(base) as trainers,
+            _recorded(base, lambda output: output[:, -1]) as trainers,
         ):
             model.eval()(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
-        config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=compiled)
-        with RolloutEngine(model, config, autocast_dtype=autocast_dtype) as engine:
+        with engine:
             engine.worker.graphs.prepare = lambda *_: None  # type: ignore[method-assign]
             rows = ids.tolist()  # SYNC: tensors of the CPU
             starts = (num_tokens - lengths).tolist()  # SYNC: likewise
             prompts = [row[start:] for row, start in zip(rows, starts, strict=True)]
-            with _recorded(engine.worker.twin.base, within_layers=not compiled) as rollouts:
+            base, rows_of = engine.worker.twin.base, lambda output: output[0, :num_rows]
+            with _recorded(base, rows_of, within_layers=not compiled) as rollouts:
                 engine.generate(prompts, SamplingParams(max_new_tokens=1))
     finally:
         undo()
         model.train(was_training)
-    return list(_compared(trainers, rollouts, num_rows))
+    return list(_compared(trainers, rollouts))
 
 
 @contextmanager
-def _recorded(base: nn.Module, *, within_layers: bool = True) -> Iterator[dict[str, Tensor]]:
+def _recorded(
+    base: nn.Module, rows_of: Callable[[Tensor], Tensor], *, within_layers: bool = True
+) -> Iterator[dict[str, Tensor]]:
     """What each module gave for the last token of each row, when it last ran."""
     found: dict[str, Tensor] = {}
 
@@ -97,7 +101,7 @@ def _recorded(base: nn.Module, *, within_layers: bool = True) -> Iterator[dict[s
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, Tensor) and output.dim() > 2:
                 found.pop(name, None)  # so that the order is that of the last run
-                found[name] = output.clone()
+                found[name] = rows_of(output).clone()
 
         return hook
 
@@ -112,12 +116,10 @@ def _recorded(base: nn.Module, *, within_layers: bool = True) -> Iterator[dict[s
         yield found
 
 
-def _compared(
-    trainers: dict[str, Tensor], rollouts: dict[str, Tensor], num_rows: int
-) -> Iterator[Difference]:
-    for name, output in rollouts.items():
+def _compared(trainers: dict[str, Tensor], rollouts: dict[str, Tensor]) -> Iterator[Difference]:
+    for name, ours in rollouts.items():
         if name in trainers:
-            theirs, ours = trainers[name][:, -1], output[0, :num_rows]
+            theirs = trainers[name]
             if theirs.shape == ours.shape:
                 unequal = (theirs != ours).flatten(1).any(dim=1)
                 largest = (theirs.float() - ours.float()).abs().max()

@@ -1,6 +1,7 @@
-"""What exact mode asks of the trainer and of its products, and where the two first differ."""
+"""What exact mode asks of the trainer and of its products."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,26 +10,33 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rollout.errors import UnsupportedModel
-from rollout.narrow import narrow_linear
+from rollout.narrow import Narrow, Shape, make_narrow, make_plain, narrow_linear
 from rollout.support import base_of
 from rollout.trainer_attention import EXACT_ATTENTION
 from rollout.twin import Twin
 
 logger = logging.getLogger(__name__)
 
-# Padded sizes to be looked at, and the tokens of a product as the trainer runs it.
-_SIZES = (32, 64, 128, 256, 512)
-_TRAINER_TOKENS = 2048
+# Batches of fewer rows are padded: below, cuBLASLt splits what it does not split above.
+LEAST_ROWS = 32
+
+# Rows of a product in a rollout and in a trainer's forward.
+_SIZES = (LEAST_ROWS, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+
+# A product as wide as a vocabulary is looked at up to fewer rows, in 512 MiB of 16 bit.
+_MOST_NUMBERS = 2**28
 
 
-def prepare_trainer(model: nn.Module) -> Callable[[], None]:
+def prepare_trainer(model: nn.Module, narrow: Narrow | None = None) -> Callable[[], None]:
     """Let the trainer's model compute what the rollout does.
 
     It attends by our kernel; positions count from a row's first real token, as they do in a
-    rollout; and products go through cuBLASLt, whose rows do not depend on their number.
+    rollout; and products go through cuBLASLt, whose rows do not depend on their number, or where
+    they do through ours.
 
     Args:
         model: The trainer's model, perhaps with PEFT adapters.
+        narrow: Layers whose products are ours, as `make_exact` found them.
 
     Returns:
         What undoes it.
@@ -46,14 +54,16 @@ def prepare_trainer(model: nn.Module) -> Callable[[], None]:
     backbone = getattr(base, base.base_model_prefix)
     hook = backbone.register_forward_pre_hook(_count_positions, with_kwargs=True)
     library = _prefer_cublaslt(base)
+    make_narrow(base, narrow or {})
     logger.warning(
         "on_policy='exact': the trainer's model now attends by %s and counts positions from a "
         "row's first real token%s; detach() undoes it",
         EXACT_ATTENTION,
-        "" if library is None else ", and products go through cuBLASLt",
+        "" if library is None else ", and products go through cuBLASLt or are never split",
     )
 
     def undo() -> None:
+        make_plain(base)
         base.set_attn_implementation(before)
         hook.remove()
         if library is not None:
@@ -88,71 +98,56 @@ def _prefer_cublaslt(base: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def make_exact(twin: Twin) -> int:
-    """See that each row of every product is the trainer's, whatever the number of rows.
+def make_exact(twin: Twin) -> Narrow:
+    """See that a row of a product has the same bits whatever the number of rows.
 
-    Each distinct shape of linear layer is run at padded sizes and at a trainer's, on random
-    numbers. Where cuBLASLt splits a product, ours is tried; where that does not help, smaller
-    batches are padded. Layers that still differ are named. cuBLASLt stays preferred in the process.
+    Each distinct shape of linear layer, the twin's fused ones and the trainer's own, is run at
+    every size that a rollout or a trainer may have, on random numbers. Where cuBLASLt's products
+    differ, ours take their place on both sides: below the size from which on its products have
+    the same bits as ours, or always. cuBLASLt stays preferred in the process.
 
     Args:
         twin: On a GPU.
 
     Returns:
-        The size that smaller batches are padded to.
+        The shapes whose products are ours.
     """
     _prefer_cublaslt(twin.base)
-    least, unsplit = _SIZES[0], set()
+    found: dict[Shape, int] = {}
     with twin.autocast():
-        for name, weight, parts in _products(twin.base):
-            wanted, states = _as_the_trainer(weight, parts)
-            if not (unequal := _unequal(linear, states, weight, wanted)):
-                continue
-            shape = (weight.shape[0], weight.shape[1])
-            if not (still := _unequal(_unsplit, states, weight, wanted)):
-                unsplit.add(shape)
-                continue
-            least = max(least, next((s for s in _SIZES if s > max(unequal)), _SIZES[-1]))
-            remedy = f"smaller batches are padded to {least} rows"
-            if max(unequal) == _SIZES[-1]:
-                remedy = "rollouts of this model are close, not exact"
-            text = "products of %s, %s, differ from the trainer's at %s rows (%s unsplit): %s"
-            logger.warning(text, name, shape, unequal, still, remedy)
-    if unsplit:
-        logger.info("unsplit products for shapes %s", sorted(unsplit))
-        twin.use_unsplit_products(unsplit)
-    return least
+        for shape, dtype in dict.fromkeys(_products(twin.base)):
+            most_rows = _most_rows(shape, dtype, twin.device)
+            if most_rows is not None:
+                found[shape] = max(most_rows, found.get(shape, 0))
+    if found:
+        logger.info("products that are ours, and up to how many rows: %s", found)
+        twin.use_narrow(found)
+    return found
 
 
-def _products(base: nn.Module) -> Iterator[tuple[str, Tensor, list[int]]]:
-    """One layer's name for each shape and dtype, what it is multiplied by, and the trainer's parts.
-
-    The trainer multiplies one after the other what the twin multiplies at once.
-    """
-    seen = set()
-    for name, module in base.named_modules():
-        product = getattr(module, "product", module)
-        weight = getattr(product, "weight", None)
-        if isinstance(module, nn.Linear) and isinstance(weight, Tensor):
-            parts = getattr(product, "sizes", [len(weight)])
-            kind = (tuple(weight.shape), weight.dtype, tuple(parts))
-            if kind not in seen:
-                seen.add(kind)
-                yield name, weight, parts
+def _products(base: nn.Module) -> Iterator[tuple[Shape, torch.dtype]]:
+    """What the layers multiply by: each alone, as the trainer does, and a group at once."""
+    for module in base.modules():
+        if isinstance(module, nn.Linear):
+            for weight in (
+                module.weight,
+                getattr(getattr(module, "product", None), "weight", None),
+            ):
+                if weight is not None and weight.dtype.is_floating_point:
+                    yield (weight.shape[0], weight.shape[1]), weight.dtype
 
 
-def _as_the_trainer(weight: Tensor, parts: list[int]) -> tuple[Tensor, Tensor]:
-    """A product of the trainer's size, one part after the other, and the states it is of."""
-    generator = torch.Generator(weight.device).manual_seed(0)
-    shape = (_TRAINER_TOKENS, weight.shape[1])
-    states = torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
-    return torch.cat([linear(states, part) for part in weight.split(parts)], dim=1), states
-
-
-def _unequal(multiply: Any, states: Tensor, weight: Tensor, wanted: Tensor) -> list[int]:
-    """Sizes at which a product's rows are not the wanted ones."""
-    return [s for s in _SIZES if not torch.equal(multiply(states[:s], weight), wanted[:s])]
-
-
-def _unsplit(states: Tensor, weight: Tensor) -> Tensor:
-    return narrow_linear(states, weight, None)
+def _most_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> int | None:
+    """Up to how many rows a product must be ours; `None`: the library's has one order."""
+    generator = torch.Generator(device).manual_seed(0)
+    outputs, inputs = shape
+    sizes = [size for size in _SIZES if size * outputs <= _MOST_NUMBERS]
+    weight = torch.randn(shape, generator=generator, device=device).to(dtype)
+    states = torch.randn((sizes[-1], inputs), generator=generator, device=device).to(dtype)
+    wanted = linear(states, weight)
+    unequal = [s for s in sizes if not torch.equal(linear(states[:s], weight), wanted[:s])]
+    if not unequal:
+        return None
+    ours = narrow_linear(states[: sizes[0]], weight, None, sys.maxsize)
+    alike = torch.equal(ours, wanted[: sizes[0]])
+    return 2 * max(unequal) if alike else sys.maxsize

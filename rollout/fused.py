@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rollout.narrow import Shape, narrow_linear
+from rollout.narrow import Narrow, narrow_linear
 
 # Linear layers that models apply to the same input, by the names they have in transformers.
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -58,7 +58,7 @@ class _Adapter(NamedTuple):
 class _Product:
     """One product for several layers; the first that is called computes for all."""
 
-    def __init__(self, narrow: Collection[Shape]) -> None:
+    def __init__(self, narrow: Narrow) -> None:
         self._narrow = narrow
         self._down: nn.Parameter | None = None
         self._input: Tensor | None = None
@@ -108,8 +108,9 @@ class _Product:
         ]
 
     def _multiply(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if tuple(weight.shape) in self._narrow:
-            return narrow_linear(states, weight, bias)
+        most_rows = self._narrow.get((weight.shape[0], weight.shape[1]))
+        if most_rows is not None:
+            return narrow_linear(states, weight, bias, most_rows)
         return linear(states, weight, bias)
 
 
@@ -142,12 +143,12 @@ def lay_together(base: nn.Module, among: Collection[nn.Module] | None = None) ->
 
 
 @torch.no_grad()
-def fuse(base: nn.Module, narrow: Collection[Shape] = ()) -> int:
+def fuse(base: nn.Module, narrow: Narrow | None = None) -> int:
     """Let the twin compute each group whose weights lie together by one product.
 
     Args:
         base: The twin's tree, bound to its weights.
-        narrow: Shapes whose products must not be split; see `narrow`.
+        narrow: Shapes whose products are ours; see `narrow`.
 
     Returns:
         Groups that are one product.
@@ -156,7 +157,7 @@ def fuse(base: nn.Module, narrow: Collection[Shape] = ()) -> int:
     for layers in _groups(base):
         together = _lie_together([_linear(layer) for layer in layers])
         fused += together
-        product = getattr(layers[0], "product", None) or _Product(narrow)
+        product = getattr(layers[0], "product", None) or _Product(narrow or {})
         if together:
             product.bind(layers)
         for index, layer in enumerate(layers):

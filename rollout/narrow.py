@@ -1,7 +1,10 @@
-"""Linear layers of few outputs, whose products of few rows must not be split."""
+"""Linear layers whose products of some sizes a library would add up in another order.
 
-from collections.abc import Collection
-from functools import cache
+A product of few outputs is split over the GPU and its parts are added up, depending on the number
+of rows. Where exact mode finds such a layer, trainer and rollout compute it by one kernel.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,52 +12,92 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 Shape = tuple[int, int]
+"""Outputs and inputs of a linear layer."""
 
-# From here on cuBLASLt splits no product that was looked at.
-UNSPLIT_ROWS = 256
+Narrow = Mapping[Shape, int]
+"""For each shape whose product is ours, the rows from which the library's has the same bits."""
 
 
 @torch.library.custom_op("twinslot::narrow_linear", mutates_args=())
-def narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear(states, weight, bias)`, added up in the order of a product of many rows."""
-    states = states.to(weight.dtype)
-    bias = None if bias is None else bias.to(weight.dtype)
-    if not states.is_cuda or states.numel() // states.shape[-1] >= UNSPLIT_ROWS:
+def _narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
+    if not states.is_cuda or states.numel() // states.shape[-1] >= most_rows:
         return linear(states, weight, bias)
     from rollout.kernels.product_triton import product  # Triton is not there on every CPU
 
     return product(states, weight, bias)
 
 
-@narrow_linear.register_fake
-def _(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return states.new_empty((*states.shape[:-1], len(weight)), dtype=weight.dtype)
+@_narrow_linear.register_fake
+def _(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
+    return states.new_empty((*states.shape[:-1], len(weight)))
 
 
-class _Narrow:
-    """A linear layer whose product is not split."""
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        """What the layer itself would return."""
-        return narrow_linear(input, self.weight, self.bias)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    states, weight, bias, _ = inputs
+    ctx.save_for_backward(states, weight)
+    ctx.has_bias = bias is not None
 
 
-@cache
-def _narrow(plain: Any) -> Any:
-    return type(f"Narrow{plain.__name__}", (_Narrow, plain), {})
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients by the library's products: exactness is the forward's alone."""
+    states, weight = ctx.saved_tensors
+    flat = gradient.flatten(0, -2)
+    for_states = gradient @ weight if ctx.needs_input_grad[0] else None
+    for_weight = flat.T @ states.flatten(0, -2) if ctx.needs_input_grad[1] else None
+    return for_states, for_weight, flat.sum(0) if ctx.has_bias else None, None
 
 
-def narrow(base: nn.Module, shapes: Collection[Shape]) -> int:
-    """Let the twin's layers of these shapes run unsplit products.
+_narrow_linear.register_autograd(_differentiate, setup_context=_save)
+
+
+def narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
+    """`linear(states, weight, bias)`, each row in one order of adding up.
 
     Args:
-        base: The twin's tree, after `fuse`: layers that are part of a group's product are left.
-        shapes: Outputs and inputs.
+        states: `(..., inputs)`.
+        weight: `(outputs, inputs)`.
+        bias: `(outputs,)`.
+        most_rows: From so many rows on the library's product has the same bits.
 
     Returns:
-        Layers that will.
+        `(..., outputs)`, in autocast's dtype where there is one, as `linear` does it.
     """
-    layers = [m for m in base.modules() if type(m) is nn.Linear and tuple(m.weight.shape) in shapes]
-    for layer in layers:
-        layer.__class__ = _narrow(nn.Linear)
-    return len(layers)
+    dtype, kind = weight.dtype, states.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    bias = None if bias is None else bias.to(dtype)
+    return _narrow_linear(states.to(dtype), weight.to(dtype), bias, most_rows)
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer that computes by `narrow_linear`."""
+
+    most_rows: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the layer itself would return."""
+        return narrow_linear(input, self.weight, self.bias, self.most_rows)
+
+
+def make_narrow(base: nn.Module, narrow: Narrow) -> None:
+    """Let a model's layers of these shapes compute by `narrow_linear`.
+
+    Args:
+        base: The trainer's model, or the twin's tree after `fuse`: layers that are part of a
+            group's product are left.
+        narrow: Shapes.
+    """
+    for layer in base.modules():
+        if type(layer) is nn.Linear:
+            shape = (layer.weight.shape[0], layer.weight.shape[1])
+            if shape in narrow:
+                layer.__class__ = NarrowLinear
+                layer.most_rows = narrow[shape]  # type: ignore[assignment]
+
+
+def make_plain(base: nn.Module) -> None:
+    """Take `make_narrow` back."""
+    for layer in base.modules():
+        if type(layer) is NarrowLinear:
+            del layer.most_rows
+            layer.__class__ = nn.Linear  # type: ignore[assignment]

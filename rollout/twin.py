@@ -6,7 +6,7 @@ that modes, hooks, attention flags, patched forwards and checkpointing of the tw
 
 import copy
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.compiled import compile_layers
 from rollout.fused import fuse, lay_together
 from rollout.kv_cache import KVLayout
-from rollout.narrow import Shape, narrow
+from rollout.narrow import Narrow, NarrowLinear, make_narrow, make_plain
 from rollout.support import base_of, check_placed
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Twin:
         self._autocast_dtype = autocast_dtype
         self.compiled = compiled
         self._exact = exact
-        self._narrow: frozenset[Shape] = frozenset()
+        self._narrow: Narrow = {}
         self._announced = False
         self.num_builds = 0
         self._rebuild()
@@ -115,15 +115,15 @@ class Twin:
         self._bind()
         self._cast()
         self.num_fused = fuse(self._base, self._narrow)
-        narrow(self._base, self._narrow)
+        make_narrow(self._base, self._narrow)
 
-    def use_unsplit_products(self, shapes: Collection[Shape]) -> None:
-        """From now on run no split product in layers of these shapes.
+    def use_narrow(self, narrow: Narrow) -> None:
+        """From now on compute layers of these shapes by our own product.
 
         Args:
-            shapes: Outputs and inputs.
+            narrow: Shapes; see `narrow`.
         """
-        self._narrow = frozenset(shapes)
+        self._narrow = narrow
         self._rebuild()
         self.refresh()
 
@@ -173,6 +173,7 @@ class Twin:
         self._shadow: dict[str, nn.Parameter] = {}
         memo: dict[int, Any] = {id(p): _alias(p) for p in live.parameters()}
         self._base = copy.deepcopy(live, memo).eval()
+        make_plain(self._base)
         for module in self._base.modules():
             _forget_trainer(module)
         config: Any = self._base.config
@@ -278,8 +279,14 @@ def _forget_trainer(module: nn.Module) -> None:
 def _fingerprint(base: nn.Module) -> tuple[Any, ...]:
     """What the twin has copied and storage does not show: modules and adapter settings."""
     return tuple(
-        (name, type(module), *_adapter_settings(module)) for name, module in base.named_modules()
+        (name, _plain_type(module), *_adapter_settings(module))
+        for name, module in base.named_modules()
     )
+
+
+def _plain_type(module: nn.Module) -> type[nn.Module]:
+    """Its class, where exact mode has changed it the one before."""
+    return nn.Linear if isinstance(module, NarrowLinear) else type(module)
 
 
 def _adapter_settings(module: nn.Module) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from torch import nn
 
 from rollout.config import RolloutConfig
 from rollout.errors import UnsupportedModel
-from rollout.exact import make_exact
+from rollout.exact import LEAST_ROWS, make_exact
 from rollout.forward import Forward, Lanes
 from rollout.fused import lay_together
 from rollout.graphs import GraphCache
@@ -55,13 +55,15 @@ class Worker:
             device=device,
         )
         self.lanes = Lanes.empty(config.max_rows, self.max_row_pages, device)
+        # Shapes of linear layers whose products are ours, on the trainer's side too.
+        self.narrow = make_exact(self.twin) if config.exact and on_gpu else {}
         forward = Forward(
             self.twin,
             self.kv_cache,
             self.lanes,
             config.num_scores,
             exact=config.exact,
-            least_rows=make_exact(self.twin) if config.exact and on_gpu else 1,
+            least_rows=LEAST_ROWS if config.exact and on_gpu else 1,
         )
         self.graphs = GraphCache(forward, self.streams, config.max_rows, device)
         self._compiled_builds = 0

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.fused import fuse, lay_together
+from rollout.narrow import NarrowLinear, make_narrow, make_plain
 
 FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
 SIX = SamplingParams(max_new_tokens=6)
@@ -128,14 +129,15 @@ def test_training_ends_in_the_same_weights(tmp_path):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-def test_unsplit_products_are_the_same_products_and_outlive_a_change_of_adapters(fused, adapters):
+def test_narrow_products_are_the_same_products_and_outlive_a_change_of_adapters(fused, adapters):
     model = tiny.build("qwen2")
     if adapters:
         config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config)
     shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
-        engine.worker.twin.use_unsplit_products({*shapes, (96, 48), (128, 48), (9, 48), (6, 48)})
+        groups = {(96, 48), (128, 48), (9, 48), (6, 48)}
+        engine.worker.twin.use_narrow(dict.fromkeys({*shapes, *groups}, 256))
         tiny.assert_on_policy(engine, model)
         left = [
             type(m).__name__
@@ -146,3 +148,25 @@ def test_unsplit_products_are_the_same_products_and_outlive_a_change_of_adapters
         if adapters:
             model.merge_adapter()
             tiny.assert_on_policy(engine, model)
+
+
+def test_a_trainers_narrow_layers_learn_alike_and_leave_no_trace_in_the_twin():
+    model = tiny.build("qwen2")
+    ids = torch.randint(8, tiny.VOCAB, (2, 9))
+    results = []
+    for narrow in ({}, dict.fromkeys([(24, 48), (48, 48), (48, 64)], 10)):
+        model.zero_grad()
+        make_narrow(model, narrow)
+        assert sum(type(m) is NarrowLinear for m in model.modules()) == 15 * bool(narrow)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, labels=ids).loss.backward()
+        results.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, rtol=0.02, atol=2e-3)
+    with RolloutEngine(model, FUSED) as engine:
+        builds = engine.worker.twin.num_builds
+        tiny.assert_on_policy(engine, model)
+        make_plain(model)
+        tiny.assert_on_policy(engine, model)
+        assert engine.worker.twin.num_builds == builds
+        assert engine.worker.twin.num_fused == 6

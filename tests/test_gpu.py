@@ -62,6 +62,14 @@ def gaps(model, prompts, completions, temperature, autocast=None):
     return torch.cat(found)
 
 
+def assert_close_in_bf16(gap, family):
+    """Attention rounds otherwise than torch's own; a bf16 logit of size 1 is 1/128 coarse."""
+    assert gap.mean() < 0.01
+    # A router near a tie sends a token to another expert: of the trainer's own bf16 forward so many
+    # tokens (qwen3_moe 0.2 %, gpt_oss 2 %) are further than that from its float32 one.
+    assert (gap > 0.05).float().mean() < (0.03 if family in EXPERTS else 1e-9)
+
+
 # --- the same numbers as the trainer
 
 
@@ -86,9 +94,7 @@ def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters, recor
     if dtype == torch.float32:
         assert gap.max() < 1e-4
     else:
-        # Attention rounds otherwise than torch's own; a bf16 logit of size 1 is 1/128 coarse.
-        assert gap.mean() < 0.01
-        assert gap.max() < 0.05
+        assert_close_in_bf16(gap, family)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +118,7 @@ def test_compiled_and_fused_layers_are_as_close_to_the_trainer_in_one_compilatio
         assert engine.worker.graphs.num_eager == 0
         graphs = 2 if family == "gemma2" else 1  # one for each kind of layer
         assert counters["stats"]["unique_graphs"] == graphs
-    gap = gaps(model, prompts, completions, 1.3)
-    assert gap.mean() < 0.01
-    assert gap.max() < 0.05
+    assert_close_in_bf16(gaps(model, prompts, completions, 1.3), family)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -385,7 +389,7 @@ def test_nothing_in_a_step_waits_but_the_one_event(family, adapters):
     with RolloutEngine(model, CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))  # compiles and captures
         for prompt, sampling, seed in zip(*work(), strict=True):
-            engine.submit(prompt, sampling, seed, same_weights=True)
+            engine.submit(prompt, sampling, seed)  # a version of its own: no known prefixes
         found = {}
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -178,12 +178,14 @@ class RolloutGenerator:
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
         autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
-        self._undo_exact = prepare_trainer(model) if self.config.exact else _nothing
-        try:
-            self.engine = RolloutEngine(model, self.config, autocast_dtype=autocast_dtype)
-        except BaseException:
-            self._undo_exact()
-            raise
+        self.engine = RolloutEngine(model, self.config, autocast_dtype=autocast_dtype)
+        self._undo_exact = _nothing
+        if self.config.exact:
+            try:
+                self._undo_exact = prepare_trainer(model, self.engine.worker.narrow)
+            except BaseException:
+                self.engine.close()
+                raise
         self._trainer = trainer
         trainer._generate = functools.partial(self._share_version, trainer._generate)
         trainer._generate_and_score_completions = functools.partial(

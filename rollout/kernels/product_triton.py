@@ -1,7 +1,7 @@
-"""Products of few rows that add up in order, in Triton; defined by `torch.nn.functional.linear`.
+"""Products that add up in order, in Triton; defined by `torch.nn.functional.linear`.
 
 Where a product has few outputs, cuBLAS splits its inner dimension over the GPU and adds up the
-parts: another order than that of a trainer's product of many rows, which is not split.
+parts, into so many that it depends on the number of rows.
 """
 
 import torch
@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_OUTPUTS, _ROWS, _INNER = 64, 32, 128
+# A tile's size changes no bit: the matrix unit adds up along the inner dimension.
+_FEW = {"OUTPUTS": 64, "ROWS": 32, "INNER": 128, "num_warps": 4, "num_stages": 3}
+_MANY = {"OUTPUTS": 128, "ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
+_MANY_ROWS = 512
 
 
 @triton.jit
@@ -51,10 +54,10 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     flat = states.reshape(-1, states.shape[-1])
     rows, outputs = len(flat), len(weight)
     out = torch.empty((rows, outputs), dtype=states.dtype, device=states.device)
-    grid = (triton.cdiv(outputs, _OUTPUTS), triton.cdiv(rows, _ROWS))
+    tile = _MANY if rows >= _MANY_ROWS else _FEW
+    grid = (triton.cdiv(outputs, tile["OUTPUTS"]), triton.cdiv(rows, tile["ROWS"]))
     _product_kernel[grid](
         flat, weight, bias, out, rows, outputs, flat.shape[1], flat.stride(0), weight.stride(0),
-        OUTPUTS=_OUTPUTS, ROWS=_ROWS, INNER=_INNER, HAS_BIAS=bias is not None,
-        num_warps=4, num_stages=3,
+        HAS_BIAS=bias is not None, **tile,
     )  # fmt: skip
     return out.view(*states.shape[:-1], outputs)
