@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rollout.errors import UnsupportedModel
-from rollout.kernels import flash
+from rollout.kernels import cudnn, flash
 from rollout.kernels.paged_attention import attend, gather_kv, store_kv
 from rollout.kv_cache import KVCache
 from rollout.request import Segment
@@ -112,7 +112,7 @@ class PagedAttention:
         new: tuple[Tensor, Tensor],
         options: dict[str, Any],
     ) -> Tensor:
-        """Prompts that begin here by torch's kernel, one that goes on by ours over its pages."""
+        """Prompts that begin here by torch's kernels, one that goes on by ours over its pages."""
         from rollout.kernels import paged_attention_triton as kernels  # as above
 
         assert self.segments is not None
@@ -130,9 +130,14 @@ class PagedAttention:
             outputs.append(kernels.attend_runs(query_THD[:first], cache, runs_N4, **how)[0])
         if first < len(query_THD):
             query, keys, values = (states[first:] for states in (query_THD, *new))
-            starts_N, longest = self.runs_N4[num_paged:, 1] - first, max(counts[num_paged:])
-            how = {"longest": longest, "scale": options["scale"], "window": options["window"]}
-            outputs.append(flash.attend_packed(query, keys, values, starts_N, **how))
+            scale, window, lengths = options["scale"], options["window"], counts[num_paged:]
+            if len(set(lengths)) == 1 and cudnn.serves(query, window):
+                output = cudnn.attend_rows(query, keys, values, len(lengths), scale)
+            else:
+                starts_N = self.runs_N4[num_paged:, 1] - first
+                how = {"longest": max(lengths), "scale": scale, "window": window}
+                output = flash.attend_packed(query, keys, values, starts_N, **how)
+            outputs.append(output)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rollout.errors import UnsupportedModel
-from rollout.kernels import flash
+from rollout.kernels import cudnn, flash
 from rollout.kernels.paged_attention import attend
 
 EXACT_ATTENTION = "twinslot_exact"
@@ -78,18 +78,24 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients by torch's flash backward where it serves, from our output and logarithms.
+    """Gradients by cuDNN or torch's flash backward, from our output and logarithms.
 
-    Else by the plain definition, whose scores take memory of the square of a run's length.
+    Where neither serves by the plain definition, whose scores take memory of the square of a run's
+    length.
     """
     query, keys, values, output, lse_HT, runs_N4, sinks_H = ctx.saved_tensors
     longest, scale, window, softcap = ctx.how
-    if query.is_cuda and flash.serves(query, softcap, sinks_H):
-        saved = (query, keys, values, output, lse_HT, _bounds(runs_N4, len(query)))
-        how: dict[str, Any] = {"longest": longest, "scale": scale, "window": window}
-        found = flash.backward_packed(gradient_THD.contiguous(), *saved, **how)
-    else:
+    in_rows = len(runs_N4) * longest == len(query)  # and not packed
+    if not query.is_cuda or not flash.serves(query, softcap, sinks_H):
         found = _by_definition(gradient_THD, (query, keys, values, sinks_H), runs_N4, ctx.how)
+    elif in_rows and cudnn.serves(query, window):
+        saved = (query, keys, values, output, lse_HT)
+        found = cudnn.backward_rows(gradient_THD, *saved, runs_N4[:, 1], scale=scale)
+    else:
+        saved = (query, keys, values, output, lse_HT)
+        how: dict[str, Any] = {"longest": longest, "scale": scale, "window": window}
+        bounds = _bounds(runs_N4, len(query))
+        found = flash.backward_packed(gradient_THD.contiguous(), *saved, bounds, **how)
     sinks = found[3] if sinks_H is not None else None
     return (*found[:3], None, None, None, None, None, sinks)
 

@@ -135,3 +135,47 @@ def test_what_the_rollout_could_not_repeat_is_refused():
         exact_attention_forward(module, query, key, key, None)
     with pytest.raises(UnsupportedModel, match=r"no dropout of 0\.1"):
         exact_attention_forward(module, query, query, query, None, dropout=0.1)
+
+
+# Rows of one length, without padding and with it on either side: cuDNN's backward. Packed: flash's.
+SPANS = {
+    "whole": (128, (0, 128), (128, 128), (256, 128)),
+    "left": (128, (28, 100), (255, 1), (256, 128)),
+    "right": (128, (0, 100), (128, 1), (256, 128)),
+    "packed": (150, (0, 150), (150, 1), (151, 120), (300, 84)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize(
+    ("shape", "window", "softcap"),
+    [
+        ((8, 2, 128), None, None),
+        ((4, 4, 64), None, None),
+        ((4, 2, 80), None, None),
+        ((4, 1, 256), None, None),
+        ((8, 2, 128), 30, None),
+        ((8, 2, 128), None, 2.0),
+    ],
+    ids=str,
+)
+def test_gradients_in_16_bit_are_those_of_float32(spans, shape, window, softcap):
+    longest, *runs_of = SPANS[spans]
+    heads, kv_heads, dim = shape
+    torch.manual_seed(0)
+    sizes = [(384, n, dim) for n in (heads, kv_heads, kv_heads)]
+    narrow = [torch.randn(size, device="cuda").bfloat16().requires_grad_() for size in sizes]
+    wide = [x.detach().cpu().float().requires_grad_() for x in narrow]
+    gradient = torch.randn(sizes[0], device="cuda").bfloat16()
+    how = (longest, dim**-0.5, window, softcap, None)
+    output, _ = exact_attention(*narrow, runs(*runs_of).cuda(), *how)
+    wanted, _ = exact_attention(*wide, runs(*runs_of), *how)
+    torch.testing.assert_close(output.cpu().float(), wanted, rtol=0.02, atol=0.02)
+    found = torch.autograd.grad(output, narrow, gradient)
+    references = torch.autograd.grad(wanted, wide, gradient.cpu().float())
+    for ours, theirs in zip(found, references, strict=True):
+        # 2**-8 of the largest terms that are added up, of which a few hundred make a number.
+        torch.testing.assert_close(
+            ours.cpu().float(), theirs, rtol=0.02, atol=0.03 * float(theirs.std())
+        )
