@@ -18,7 +18,7 @@ def compile_layers(base: nn.Module, *, exact: bool = False) -> int:
     Args:
         base: The twin's tree, whose attention `number_layers` has numbered.
         exact: Leave to torch's own kernels what the compiler would compute in another order or by
-            another formula: means and activations. The rest is rounded alike one by one.
+            another formula: norms and activations. The rest is rounded alike one by one.
 
     Returns:
         Layers that will.
@@ -28,9 +28,9 @@ def compile_layers(base: nn.Module, *, exact: bool = False) -> int:
         compiled = _compile(type(layer).forward, exact)
         layer.forward = partial(_run, compiled, layer)
     if exact:
-        from rollout.compiled_exact import leave_activations  # as below
+        from rollout.compiled_exact import leave_to_kernels  # as below
 
-        leave_activations(layers)
+        leave_to_kernels(layers)
     return len(layers)
 
 

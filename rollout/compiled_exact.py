@@ -1,34 +1,39 @@
-"""What a compiler leaves to torch's own kernels, so that layers round as the trainer's do.
+"""What a compiler leaves to kernels that round as torch's do, so that layers give its bits.
 
 A compiler adds up in another order than torch's reductions, and computes activations by other
-formulas. Everything else in a decoder layer is rounded one operation at a time, as torch does it.
+formulas. Norms and gated activations, of which a decoder layer has a handful, are kernels of ours
+where those are seen to give torch's bits, and torch's own elsewhere. Everything else is rounded one
+operation at a time, as torch does it.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from operator import getitem
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.nn.functional import silu
+
+from rollout.exact_ops import activation, activations, rms_norm, silu_gate
+
+_aten, _ours = torch.ops.aten, torch.ops.twinslot
+_CHECKED_ROWS = (32, 2048)
 
 
-@torch.library.custom_op("twinslot::mean", mutates_args=())
-def _mean(states: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    return states.mean(dim, keepdim)
+class _Leave(CustomGraphPass):
+    """Leaves means to torch's kernel; joins our kernels with the sums and products beside them."""
 
-
-@_mean.register_fake
-def _(states: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    return states.mean(dim, keepdim)
-
-
-class _LeaveMeans(CustomGraphPass):
-    """Leaves means, as norms compute them, to torch's kernel."""
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.target is torch.ops.aten.mean.dim:
-                node.target = torch.ops.twinslot.mean.default
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target is _aten.mean.dim:
+                node.target = _ours.mean.default
+            elif node.target is _ours.rms_norm.default:
+                _join_sum(graph, node)
+            elif node.target is _aten.mul.Tensor:
+                _join_gate(graph, node)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -37,22 +42,49 @@ class _LeaveMeans(CustomGraphPass):
 options: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
-    "post_grad_custom_pre_pass": _LeaveMeans(),
+    "post_grad_custom_pre_pass": _Leave(),
 }
 
 
-# By number: a compiler's graph holds no function.
-_activations: list[nn.Module] = []
+def _join_sum(graph: Graph, norm: Node) -> None:
+    """One kernel for a residual sum and the norm of it."""
+    total, weight, eps = norm.args
+    if not isinstance(total, Node) or total.target is not _aten.add.Tensor or total.kwargs:
+        return
+    if not all(isinstance(x, Node) for x in total.args) or weight.op != "placeholder":  # type: ignore[union-attr]
+        return
+    values = [x.meta["val"] for x in total.args]  # type: ignore[union-attr]
+    if values[0].shape != values[1].shape or values[0].stride() != values[1].stride():
+        return
+    with graph.inserting_before(total):
+        arguments = (*total.args, weight, eps)
+        both = graph.call_function(_ours.add_rms_norm.default, arguments)
+        both.meta["val"] = (total.meta["val"], norm.meta["val"])
+        for index, node in enumerate((total, norm)):
+            part = graph.call_function(getitem, (both, index))
+            part.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(part)
+    graph.erase_node(norm)
+    graph.erase_node(total)
 
 
-@torch.library.custom_op("twinslot::activation", mutates_args=())
-def _activation(states: Tensor, index: int) -> Tensor:
-    return _activations[index](states)
-
-
-@_activation.register_fake
-def _(states: Tensor, index: int) -> Tensor:
-    return torch.empty_like(states)
+def _join_gate(graph: Graph, product: Node) -> None:
+    """One kernel for SiLU and what it gates."""
+    gate, up = product.args
+    if not isinstance(gate, Node) or not isinstance(up, Node) or len(gate.users) > 1:
+        return
+    if gate.target is not _ours.activation.default:
+        return
+    values = [gate.meta["val"], up.meta["val"]]
+    if gate.args[1] not in _gates or values[0].shape != values[1].shape:
+        return
+    with graph.inserting_before(product):
+        arguments = (gate.args[0], up)
+        node = graph.call_function(_ours.silu_gate.default, arguments)
+        node.meta["val"] = product.meta["val"]
+    product.replace_all_uses_with(node)
+    graph.erase_node(product)
+    graph.erase_node(gate)
 
 
 class _Left(nn.Module):
@@ -64,26 +96,87 @@ class _Left(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """What the activation itself would return."""
-        return _activation(states, self.index)
+        return activation(states, self.index)
 
 
-def leave_activations(layers: Iterable[nn.Module]) -> None:
-    """Hide the activations of the twin's layers from the compiler.
+# Activations that a kernel of ours computes together with what they gate.
+_gates: set[int] = set()
+
+
+def leave_to_kernels(layers: Iterable[nn.Module]) -> None:
+    """Hide from the compiler what it would compute otherwise than torch.
 
     Args:
-        layers: Decoder layers, changed in place.
+        layers: Decoder layers of the twin, changed in place.
     """
     for layer in layers:
         for module in list(layer.modules()):
-            activation = getattr(module, "act_fn", None)
-            if isinstance(activation, nn.Module) and not isinstance(activation, _Left):
-                module.act_fn = _Left(_index(activation))
+            found = getattr(module, "act_fn", None)
+            if isinstance(found, nn.Module) and not isinstance(found, _Left):
+                module.act_fn = _Left(_index(found))
+            elif _is_our_norm(module):
+                kind: Any = type(module)
+                module.__class__ = _normed(kind)
 
 
-def _index(activation: nn.Module) -> int:
+def _index(module: nn.Module) -> int:
     """The number of an activation, one for each class."""
-    for index, known in enumerate(_activations):
-        if type(known) is type(activation):
+    for index, known in enumerate(activations):
+        if type(known) is type(module):
             return index
-    _activations.append(activation)
-    return len(_activations) - 1
+    activations.append(module)
+    if type(module).__name__ in ("SiLU", "SiLUActivation") and _gates_alike():
+        _gates.add(len(activations) - 1)
+    return len(activations) - 1
+
+
+@cache
+def _gates_alike() -> bool:
+    """Whether our kernel gives torch's bits, for every 16 bit number."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = every[every.isfinite()].to("cuda" if torch.cuda.is_available() else "cpu")
+    pairs = ((gate, gate.flip(0)), (gate.float() / 3, gate.flip(0).float()))
+    return all(torch.equal(silu_gate(*pair), silu(pair[0]) * pair[1]) for pair in pairs)
+
+
+class _Normed:
+    """A norm computed by our kernel."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """What the norm itself would return."""
+        return rms_norm(hidden_states, self.weight, _eps(self))
+
+
+@cache
+def _normed(plain: Any) -> Any:
+    return type(f"Exact{plain.__name__}", (_Normed, plain), {})
+
+
+def _eps(norm: Any) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _is_our_norm(module: Any) -> bool:
+    """Whether our kernel gives this norm's bits."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
+        return False
+    return weight.dim() == 1 and _norms_alike(
+        type(module), weight.shape[0], weight.dtype, weight.device
+    )
+
+
+@cache
+@torch.no_grad()
+def _norms_alike(kind: Any, size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """The same of a class of norms, by trying it on random numbers."""
+    norm = kind(size).to(device, dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    norm.weight.normal_(generator=generator)
+    for rows in _CHECKED_ROWS:
+        states = torch.randn((1, rows, size), generator=generator, device=device)
+        for given in (states, states.bfloat16()):
+            found = rms_norm(given, norm.weight, _eps(norm))
+            if found.dtype != norm(given).dtype or not torch.equal(found, norm(given)):
+                return False
+    return True

@@ -106,8 +106,12 @@ class _Trace:
 @contextmanager
 def _wrapped(owner: Any, method: str, around: Callable[..., Any]) -> Iterator[None]:
     """`owner.method` handed to `around` as its first argument while inside."""
+    before = vars(owner).get(method)
     setattr(owner, method, partial(around, getattr(owner, method)))
     try:
         yield
     finally:
-        delattr(owner, method)
+        if before is None:
+            delattr(owner, method)
+        else:
+            setattr(owner, method, before)  # someone else's

@@ -10,6 +10,7 @@ import pytest
 import tiny
 
 from rollout import ConfigError, bench, timeline, workload
+from rollout.trace import tracing
 
 
 def test_every_mode_is_timed_on_the_same_rows_and_written_down(tmp_path):
@@ -60,6 +61,8 @@ def test_rows_of_a_workload_end_where_it_says():
         for lengths in (work.row_tokens, [2] * 5, [12] * 5):
             run.generate(lengths)
             assert run.engine.stats.generated_tokens == sum(lengths)
+            with tracing(run.engine):
+                pass  # it leaves what it found
 
 
 def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():

@@ -64,22 +64,44 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(monkeypatch, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_in_exact_mode_means_and_activations_are_torchs_own(monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_in_exact_mode_norms_and_activations_are_left_to_kernels(family, monkeypatch):
     from rollout import compiled_exact
 
     ran = []
-    means = compiled_exact._LeaveMeans.__call__
+    leave = compiled_exact._Leave.__call__
 
     def counted(self, graph):
-        means(self, graph)
-        ran.extend(str(node.target) for node in graph.nodes)
+        leave(self, graph)
+        ran.extend(str(node.target).removesuffix(".default") for node in graph.nodes)
 
-    monkeypatch.setattr(compiled_exact._LeaveMeans, "__call__", counted)
-    model = tiny.build()
+    monkeypatch.setattr(compiled_exact._Leave, "__call__", counted)
+    model = tiny.build(family)
     no_caches = torch._inductor.config.patch(force_disable_caches=True)
     with no_caches, RolloutEngine(model, replace(CONFIG, on_policy="exact")) as engine:
         assert_generates(engine, model)
         assert engine.worker.twin.compiled
-    assert ran.count("twinslot.mean.default") == 4  # two norms of the layer, and of q and k
-    assert ran.count("twinslot.activation.default") == 1
+        tiny.assert_on_policy(engine, model)
+    names = ("mean", "rms_norm", "add_rms_norm", "activation", "silu_gate")
+    found = {name: ran.count(f"twinslot.{name}") for name in names}
+    if family == "qwen3":  # two norms of the layer, and of q and k
+        wanted = {"mean": 0, "rms_norm": 3, "add_rms_norm": 1, "activation": 0, "silu_gate": 1}
+    else:  # norms that multiply by 1 + weight, and GELU; two kinds of layer
+        wanted = {"mean": 8, "rms_norm": 0, "add_rms_norm": 0, "activation": 2, "silu_gate": 0}
+    assert found == wanted
     assert "aten.mean.dim" not in ran
+
+
+def test_a_norm_that_our_kernel_does_not_equal_is_left_alone():
+    from rollout.compiled_exact import leave_to_kernels
+
+    kinds = {}
+    for family in ("qwen3", "llama", "gemma2"):
+        layer = tiny.build(family).model.layers[0]
+        leave_to_kernels([layer])
+        kinds[family] = type(layer.input_layernorm).__name__
+    assert kinds == {
+        "qwen3": "ExactQwen3RMSNorm",
+        "llama": "ExactLlamaRMSNorm",
+        "gemma2": "Gemma2RMSNorm",
+    }

@@ -116,7 +116,8 @@ def test_compiled_and_fused_layers_are_as_close_to_the_trainer_in_one_compilatio
         assert engine.worker.twin.compiled
         assert engine.worker.twin.num_fused > 0
         assert engine.worker.graphs.num_eager == 0
-        graphs = 2 if family == "gemma2" else 1  # one for each kind of layer
+        # One for each kind of layer; experts also one for more tokens than the hidden size.
+        graphs = 1 if family in ("qwen3", "qwen2") else 2
         assert counters["stats"]["unique_graphs"] == graphs
     assert_close_in_bf16(gaps(model, prompts, completions, 1.3), family)
 

@@ -6,7 +6,8 @@ Without a GPU they run in Triton's interpreter on small shapes; with one, compil
 import pytest
 import tiny
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.attention import PagedAttention
@@ -16,8 +17,14 @@ from rollout.kernels import sample as torch_sample
 from rollout.kv_cache import KVCache, KVLayout
 
 pytest.importorskip("triton")
+from rollout.kernels import (
+    gate_triton,
+    norm_triton,
+    product_triton,
+    sample_triton,
+    store_kv_triton,
+)
 from rollout.kernels import paged_attention_triton as triton_attention
-from rollout.kernels import product_triton, sample_triton, store_kv_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -244,6 +251,33 @@ def test_torchs_kernel_attends_over_packed_prompts_as_the_reference(shape, windo
     for row, mine in enumerate(torch.arange(len(query), device=DEVICE).split(paged.lengths)):
         wanted = paged.expected(query[mine], row, 0, scale=0.2, window=window)
         assert_close(found[mine], wanted, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 3, ("float32", "bfloat16", "float32")], ids=str)
+@pytest.mark.parametrize("size", [128, 896, 2880, 4096, 5120])
+def test_norms_give_torchs_bits(size, dtypes):
+    first, second, third = (getattr(torch, dtype) for dtype in dtypes)
+    norm = LlamaRMSNorm(size).to(DEVICE, third)
+    norm.weight.data.normal_()
+    for rows in (16, 33, 5000):
+        states = torch.randn(1, rows, size, device=DEVICE, dtype=first)
+        added = torch.randn(1, rows, size, device=DEVICE, dtype=second)
+        normed, total = norm_triton.rms_norm(states, norm.weight, norm.variance_epsilon, added)
+        assert torch.equal(total, states + added)
+        assert torch.equal(normed, norm(total))
+    heads = torch.randn(1, 33, 3 * size, device=DEVICE, dtype=first)[..., size:]
+    heads = heads.view(1, 33, 2, size)  # a part of a wider product
+    normed, _ = norm_triton.rms_norm(heads, norm.weight, norm.variance_epsilon)
+    assert torch.equal(normed, norm(heads))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gated_silu_gives_torchs_bits(dtype):
+    both = torch.randn(1, 33, 2 * 3000, device=DEVICE, dtype=dtype) * 5
+    gate, up = both.split(3000, dim=-1)
+    assert torch.equal(gate_triton.silu_gate(gate, up), silu(gate) * up)
 
 
 @pytest.mark.skipif(ON_GPU, reason="every GPU test of the engine shows it there")
