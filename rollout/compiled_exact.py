@@ -158,12 +158,10 @@ def _eps(norm: Any) -> Any:
 
 def _is_our_norm(module: Any) -> bool:
     """Whether our kernel gives this norm's bits."""
-    weight = getattr(module, "weight", None)
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor):
+    if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None:
         return False
-    return weight.dim() == 1 and _norms_alike(
-        type(module), weight.shape[0], weight.dtype, weight.device
-    )
+    kind, weight = cast(Any, type(module)), module.weight
+    return _norms_alike(kind, len(weight), weight.dtype, weight.device)
 
 
 @cache
