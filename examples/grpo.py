@@ -104,7 +104,8 @@ def summarise(trainer: GRPOTrainer) -> float:
         generating = sum(values("rollout/duration_s")) / runtime
         table.add_row("generated tokens/s", f"{mean(values('rollout/generated_tok_s')):,.0f}")
         table.add_row("share of time generating", f"{generating:.0%}")
-        table.add_row("mean |Δlogp| to the trainer", f"{mean(values('rollout/logp_gap')):.1e}")
+        gaps, largest = values("rollout/logp_gap"), max(values("rollout/logp_gap_max"))
+        table.add_row("|Δlogp| to the trainer", f"{mean(gaps):.1e}, {largest:.1e} at most")
     table.add_row("training time", f"{runtime:.0f} s")
     if wandb.run is not None:
         table.add_row("W&B run folder", os.path.relpath(os.path.dirname(wandb.run.dir)))

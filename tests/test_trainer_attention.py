@@ -165,20 +165,42 @@ def test_gradients_in_16_bit_are_those_of_float32(spans, shape, window, softcap)
     heads, kv_heads, dim = shape
     torch.manual_seed(0)
     sizes = [(384, n, dim) for n in (heads, kv_heads, kv_heads)]
-    narrow = [torch.randn(size, device="cuda").bfloat16().requires_grad_() for size in sizes]
+    states = [torch.randn(size, device="cuda").bfloat16() for size in sizes]
     gradient = torch.randn(sizes[0], device="cuda").bfloat16()
-    how = (dim**-0.5, window, softcap, None)
-    output, _ = exact_attention(*narrow, runs(*runs_of).cuda(), longest, *how)
-    found = torch.autograd.grad(output, narrow, gradient)
+    how = (dim**-0.5, window, softcap)
 
-    def definition(dtype):
-        inputs = [x.detach().cpu().to(dtype).requires_grad_() for x in narrow]
-        output, _ = exact_attention(*inputs, runs(*runs_of), longest, *how)
-        return output, torch.autograd.grad(output, inputs, gradient.cpu().to(dtype))
+    def gradients(attention, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in states]
+        output = attention(*inputs)
+        return [output, *torch.autograd.grad(output, inputs, gradient.to(dtype))]
 
-    (wanted, references), (_, rounded) = definition(torch.float32), definition(torch.bfloat16)
-    torch.testing.assert_close(output.cpu().float(), wanted, rtol=0.02, atol=0.02)
-    for ours, reference, its in zip(found, references, rounded, strict=True):
-        # The definition rounds its results alone; a kernel also weights, and their gradients.
-        error, least = (ours.cpu() - reference).abs().max(), (its - reference).abs().max()
-        assert error <= 3 * least
+    def ours(*inputs):
+        return exact_attention(*inputs, runs(*runs_of).cuda(), longest, *how, None)[0]
+
+    def plain(*inputs):
+        return plain_attention(*inputs, runs_of, *how)
+
+    found, wanted = gradients(ours, torch.bfloat16), gradients(plain, torch.float32)
+    for ours_, exactly, rounded in zip(
+        found, wanted, gradients(plain, torch.bfloat16), strict=True
+    ):
+        # The measure of FlashAttention's own tests, which allow twice to three times as much.
+        assert (ours_ - exactly).abs().max() <= 2 * (rounded - exactly).abs().max()
+
+
+def plain_attention(query, keys, values, spans, scale, window, softcap):
+    """Run by run, every step in the dtype of the states."""
+    output, group = torch.zeros_like(query), query.shape[1] // keys.shape[1]
+    for start, count in spans:
+        mine, at = slice(start, start + count), torch.arange(count, device=query.device)
+        key, value = (
+            x[mine].repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values)
+        )
+        scores = query[mine].transpose(0, 1) @ key.mT * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        distance = at[:, None] - at
+        hidden = (distance < 0) | (distance >= (window or count))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        output[mine] = (weights @ value).transpose(0, 1)
+    return output
