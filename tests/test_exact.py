@@ -13,6 +13,7 @@ from rich.console import Console
 from rollout import ConfigError, RolloutConfig, UnsupportedModel, difference
 from rollout.difference import differences
 from rollout.exact import prepare_trainer
+from rollout.sampling import sample
 from rollout.trainer_attention import EXACT_ATTENTION
 from trainers import generator
 
@@ -143,3 +144,26 @@ def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autoca
     found = differences(model, config, num_tokens=200, autocast_dtype=autocast, compiled=compiled)
     assert [difference for difference in found if difference.rows] == []
     assert len(found) >= (3 if compiled else 30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_of_equal_states_are_those_of_trls_fused_head(temperature):
+    """Qwen3-8B's head: 2,048 tokens in chunks of the vocabulary there, 32 rows at once here."""
+    chunked = pytest.importorskip("trl.kernels.chunked_logprob")
+    before = torch.backends.cuda.preferred_blas_library("cublaslt")
+    generator = torch.Generator("cuda").manual_seed(0)
+    states = torch.randn(2048, 4096, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(151_936, 4096, generator=generator, device="cuda").mul_(2 / 64).bfloat16()
+    with torch.no_grad():
+        inputs = torch.full((32,), temperature, device="cuda"), torch.arange(32, device="cuda")
+        logits = torch.nn.functional.linear(states[:32], weight)
+        tokens, scores = sample(logits, *inputs, torch.zeros_like(inputs[1]), 1)
+        targets = torch.cat([tokens, torch.zeros(2016, dtype=tokens.dtype, device="cuda")])
+        wanted, *_ = chunked.ChunkedLogProbFunction.apply(
+            states, weight, None, targets, temperature, 32_768, None, 1.0, ()
+        )
+    torch.backends.cuda.preferred_blas_library(before)
+    assert tokens.unique().numel() > 20
+    # |log-probabilities| are below 16, where a float32 is 1e-6 coarse.
+    assert (scores[:, 0] - wanted[:32]).abs().max() <= 1e-6
