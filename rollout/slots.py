@@ -56,7 +56,7 @@ class Streams:
         for stream in (self.h2d, self.compute, self.d2h):
             event = self.module.Event()
             event.record(stream)
-            event.synchronize()  # SYNC: when rows are given up, before their memory is reused
+            event.synchronize()  # SYNC: before memory is reused or given back
 
 
 class Staged:
@@ -77,6 +77,11 @@ class Staged:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the buffer on the device."""
+        return self._device.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
         """Bytes that were staged."""
         return self._array[: self.length].nbytes
 
@@ -176,9 +181,15 @@ class IOSlot:
         self.prefill.stage(np.stack([lanes.repeat(counts), positions, tokens], axis=1))
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of its buffers on the device."""
+        results = self.tokens.nbytes + self.scores.nbytes
+        return results + sum(staged.num_bytes for staged in self._staged)
+
+    @property
     def staged_bytes(self) -> int:
         """Bytes that travel to the device for this batch."""
-        return sum(staged.num_bytes for staged in self._staged)
+        return sum(staged.staged_bytes for staged in self._staged)
 
     def upload(self) -> None:
         """Queue the copies to the device on the H2D stream."""

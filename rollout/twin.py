@@ -86,6 +86,11 @@ class Twin:
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the trainer's weights."""
+        return sum(parameter.nbytes for parameter in base_of(self._live).parameters())
+
+    @property
     def shadow_bytes(self) -> int:
         """Bytes of weights held a second time."""
         return sum(weight.nbytes for weight in self._shadow.values())

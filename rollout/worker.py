@@ -10,8 +10,9 @@ from rollout.forward import Forward, Lanes
 from rollout.fused import lay_together
 from rollout.graphs import GraphCache
 from rollout.kv_cache import KVCache
-from rollout.memory import max_kv_bytes
+from rollout.memory import available_bytes, max_kv_bytes, open_arena
 from rollout.pages import TRASH_PAGE, pages_for
+from rollout.plan import MemoryPlan
 from rollout.slots import SlotPair, Streams
 from rollout.support import base_of, check_model, check_placed
 from rollout.twin import Twin
@@ -43,8 +44,10 @@ class Worker:
         self.max_row_tokens = config.max_row_tokens or self.twin.max_positions
         self.max_row_pages = pages_for(self.max_row_tokens, config.page_tokens)
         self.device = device = self.twin.device
-        self.kv_cache = KVCache(self.twin.kv_layout(config.page_tokens), device)
         self.streams = Streams(device)
+        arena = open_arena(device, self.streams.wait)
+        self.kv_cache = KVCache(self.twin.kv_layout(config.page_tokens), device, arena)
+        self.pages_before_sleep = 0
         self.slots = SlotPair(
             config.num_slots,
             self.streams,
@@ -94,18 +97,44 @@ class Worker:
             return None
         return max(kv_bytes // self.kv_cache.layout.page_bytes, self.kv_cache.num_pages)
 
-    def grow(self, num_pages: int, *, keep: bool) -> None:
-        """Have `num_pages` KV pages.
+    def grow(self, num_pages: int) -> int:
+        """Have `num_pages` KV pages, the trash page included; those that there are keep theirs.
 
-        Args:
-            num_pages: The trash page included. Never fewer than now.
-            keep: Whether present pages hold anything that is still needed.
+        Returns:
+            Bytes that torch gave back from its cache for them.
         """
         with self.streams.module.stream(self.streams.compute):
-            if num_pages > self.kv_cache.num_pages and not keep:
-                # No entry may go on pointing at a page that is given up.
-                self.lanes.block_table_LP.fill_(TRASH_PAGE)
-            self.kv_cache.grow(num_pages, keep=keep)
+            return self.kv_cache.grow(num_pages)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether there is nothing that could be given back."""
+        return self.kv_cache.num_bytes == 0
+
+    def sleep(self) -> None:
+        """Give the memory of KV pages back. No row may be live."""
+        self.pages_before_sleep = self.kv_cache.num_pages
+        with self.streams.module.stream(self.streams.compute):
+            # No entry may go on pointing at a page that is given up.
+            self.lanes.block_table_LP.fill_(TRASH_PAGE)
+        self.kv_cache.release()
+
+    def plan(self) -> MemoryPlan:
+        """What is held now, and what KV pages may take."""
+        held = self.kv_cache.num_bytes
+        on_gpu = self.device.type == "cuda"
+        return MemoryPlan(
+            device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
+            weights=self.twin.weight_bytes,
+            cast_weights=self.twin.shadow_bytes,
+            graphs=self.graphs.pool_bytes,
+            buffers=self.lanes.num_bytes + sum(slot.num_bytes for slot in self.slots.slots),
+            kv_pages=held,
+            kv_limit=max_kv_bytes(self.config, self.device, held),
+            page=self.kv_cache.layout.page_bytes,
+            free=available_bytes(self.device) + held if on_gpu else None,
+            config=self.config,
+        )
 
     def _compile(self) -> None:
         """Compile the twin's layers before a row is served, or run them as they are."""
