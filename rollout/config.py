@@ -40,8 +40,8 @@ class RolloutConfig:
     """Free GPU memory that KV pages leave alone, for training, in bytes. `None`: none."""
 
     kv_keep: str = "rollout"
-    """Until when KV pages are held under a TRL trainer. `rollout`: their memory is given back
-    whenever TRL has its completions, for training to use. `always`: it is not."""
+    """How long KV pages and cast weights are held under a TRL trainer. `rollout`: until TRL has
+    its completions; training then has their memory. `always`: as long as the engine lives."""
 
     prefill_tokens: int = 8192
     """Most prompt tokens run in one engine step; longer prompts are prefilled in pieces."""

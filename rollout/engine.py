@@ -198,9 +198,9 @@ class RolloutEngine:
 
     @_no_inference_mode
     def sleep(self) -> None:
-        """Give the memory of KV pages back, until `wake` or the next row.
+        """Give the memory of KV pages and of cast weights back, until `wake` or the next row.
 
-        Beginnings of rows are forgotten; weights and captured graphs stay. Sleeping twice is fine.
+        Beginnings of rows are forgotten; captured graphs stay. Sleeping twice is fine.
 
         Raises:
             EngineBusy: Rows are unfinished.
@@ -323,9 +323,9 @@ class RolloutEngine:
         """Run behind whatever the trainer has queued, on a new policy version if it may be one."""
         self.streams.take_over()
         try:
-            if not same_weights:
+            if not same_weights or self.worker.twin.stale:
                 self.worker.refresh()
-                self.policy_version += 1
+            self.policy_version += not same_weights
         finally:
             if not self.busy:
                 self.streams.hand_back()  # there may be no batch to do it
@@ -338,11 +338,9 @@ class RolloutEngine:
 
     def _grow(self, num_pages: int) -> None:
         """Have so many KV pages at least; those that there are keep what they hold."""
-        began = time.perf_counter()
-        released = self.worker.grow(num_pages)
+        self.worker.grow(num_pages)
         self.scheduler.pages.grow(num_pages)
-        num_bytes = self.worker.kv_cache.num_bytes
-        self.stats.mapped(num_bytes, released, time.perf_counter() - began)
+        self.stats.mapped(self.worker.kv_cache.num_bytes, *self.worker.take_costs())
 
     def _plan_once(self) -> None:
         """Say before the first batch what memory is taken for what, now that it is."""

@@ -76,23 +76,18 @@ class KVCache:
         """Where the first page lies: what a captured graph relies on."""
         return self._arena.address
 
-    def grow(self, num_pages: int) -> int:
+    def grow(self, num_pages: int) -> None:
         """Have at least `num_pages` pages. Those that there are keep what they hold.
 
         Args:
             num_pages: The trash page included.
 
-        Returns:
-            Bytes that torch gave back from its cache for them.
-
         Raises:
             torch.OutOfMemoryError: There is not so much memory. Nothing has changed then.
         """
-        if num_pages <= self.num_pages:
-            return 0
-        released = self._arena.grow(num_pages * self.layout.page_bytes)
-        self._data = self._pages(num_pages)
-        return released
+        if num_pages > self.num_pages:
+            self._arena.grow(num_pages * self.layout.page_bytes)
+            self._data = self._pages(num_pages)
 
     def release(self) -> None:
         """Give all pages back, once the engine's streams have done with them."""

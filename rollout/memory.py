@@ -6,10 +6,11 @@ CPU a plain tensor plays the arena.
 """
 
 import logging
+import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,76 +22,91 @@ from rollout.plan import kv_limit
 logger = logging.getLogger(__name__)
 
 
-class Arena(Protocol):
+class Arena(ABC):
     """Bytes that grow in number and can be given back."""
 
+    def __init__(self) -> None:
+        self._costs = (0, 0.0)
+
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Bytes that there are now."""
-        ...
 
     @property
+    @abstractmethod
     def data(self) -> Tensor:
-        """All of them, uint8, `(num_bytes,)`."""
-        ...
+        """All of them, uint8, `(num_bytes,)`; a view is good again when they are there again."""
 
     @property
+    @abstractmethod
     def address(self) -> int:
         """Where they lie: what a captured graph relies on."""
-        ...
 
-    def grow(self, num_bytes: int) -> int:
-        """Have at least `num_bytes`; those that there are keep their content.
-
-        New ones hold anything.
-
-        Returns:
-            Bytes that torch had to give back for it.
+    def grow(self, num_bytes: int) -> None:
+        """Have at least `num_bytes`; those that there are keep their content, new ones hold any.
 
         Raises:
             torch.OutOfMemoryError: There is not so much memory. Nothing has changed then.
         """
-        ...
+        if num_bytes > self.num_bytes:
+            began = time.perf_counter()
+            released = self._grow(num_bytes)
+            before, seconds = self._costs
+            self._costs = before + released, seconds + time.perf_counter() - began
 
+    def take_costs(self) -> tuple[int, float]:
+        """What growing has cost since last asked: bytes that torch gave back, and seconds."""
+        costs, self._costs = self._costs, (0, 0.0)
+        return costs
+
+    @abstractmethod
+    def _grow(self, num_bytes: int) -> int:
+        """Have `num_bytes`, more than now; returns the bytes that torch gave back for it."""
+
+    @abstractmethod
     def release(self) -> None:
         """Give all of them back, once the engine's streams have done with them."""
-        ...
 
 
-class PlainArena:
-    """A tensor, copied when it grows: on a CPU, and on a GPU without virtual memory.
+class PlainArena(Arena):
+    """Memory of torch's that moves when it grows: on a CPU, and on a GPU without virtual memory.
 
     Args:
         device: Where it lives.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.data = torch.zeros(0, dtype=torch.uint8, device=device)
+        super().__init__()
+        # Resized in place, so that views outlast a release, as they do where addresses stay.
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
 
     @property
     def num_bytes(self) -> int:
         """Bytes that there are now."""
-        return len(self.data)
+        return self._storage.nbytes()
 
     @property
     def address(self) -> int:
         """Where they lie until they grow or are released."""
-        return self.data.data_ptr()
+        return self._storage.data_ptr()
 
-    def grow(self, num_bytes: int) -> int:
-        """Have at least `num_bytes`; for a moment the old ones are there as well."""
-        if num_bytes > self.num_bytes:
-            grown = self.data.new_zeros(num_bytes)
-            grown[: self.num_bytes].copy_(self.data)
-            self.data = grown
-        return 0  # torch gives back what it needs by itself
+    @property
+    def data(self) -> Tensor:
+        """All of them."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        return empty.set_(self._storage, 0, (self.num_bytes,), (1,))
+
+    def _grow(self, num_bytes: int) -> int:
+        self._storage.resize_(num_bytes)  # for a moment the old bytes are there as well
+        return 0  # torch makes room by itself
 
     def release(self) -> None:
         """Give all of them back."""
-        self.data = self.data.new_zeros(0)
+        self._storage.resize_(0)
 
 
-class MappedArena:
+class MappedArena(Arena):
     """Addresses on a GPU that stay, whatever memory is behind them.
 
     Args:
@@ -99,6 +115,7 @@ class MappedArena:
     """
 
     def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
+        super().__init__()
         total = torch.cuda.get_device_properties(device).total_memory
         self._range = AddressRange(total, device)
         self._device = device
@@ -127,8 +144,7 @@ class MappedArena:
             self._all = _tensor_at(self.address, self._range.limit, self._device)
         return self._all[: self.num_bytes]
 
-    def grow(self, num_bytes: int) -> int:
-        """Map more memory behind the bytes that there are."""
+    def _grow(self, num_bytes: int) -> int:
         released = make_room(num_bytes - self.num_bytes, self._device)
         self._range.extend(num_bytes)
         return released

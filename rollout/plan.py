@@ -65,8 +65,8 @@ class MemoryPlan:
     @property
     def between_rollouts(self) -> int:
         """What training has to do without."""
-        kept = self.kv_pages if self.config.kv_keep == "always" else 0
-        return self.cast_weights + self.graphs + self.buffers + kept
+        kept = self.kv_pages + self.cast_weights if self.config.kv_keep == "always" else 0
+        return self.graphs + self.buffers + kept
 
     @property
     def lines(self) -> list[tuple[str, int, str]]:

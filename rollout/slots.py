@@ -51,6 +51,14 @@ class Streams:
         # ORDER: an optimizer step must not write weights that the last batch still reads
         self.module.current_stream(self._device).wait_event(self.compute.record_event())
 
+    def wait_for_all(self) -> None:
+        """Wait until all three streams are empty, and what the trainer has queued so far is done.
+
+        Weights are cast for the first time on the trainer's stream, when an engine is made.
+        """
+        self.take_over()
+        self.wait()
+
     def wait(self) -> None:
         """Wait until all three streams are empty."""
         for stream in (self.h2d, self.compute, self.d2h):

@@ -19,9 +19,9 @@ class RolloutStats:
         prefilled_tokens: Prompt tokens whose KV was computed.
         shared_tokens: Prompt tokens whose KV another row had, or was about to have.
         mapped_bytes: Most bytes that KV pages took.
-        released_bytes: Bytes that torch gave back from its cache for them.
-        wake_s: Seconds of making room for them and mapping them.
-        sleep_s: Seconds of giving them back, where that has followed.
+        released_bytes: Bytes that torch gave back from its cache for them and for cast weights.
+        wake_s: Seconds of making room for both and mapping them.
+        sleep_s: Seconds of giving both back, where that has followed.
         warmup_s: Seconds of compiling and capturing before its first step.
         duration_s: Seconds since it began.
     """
