@@ -304,12 +304,11 @@ class RolloutEngine:
         self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> list[int]:
         """Queue checked requests; on an idle engine this begins a rollout."""
-        begins = not self.busy
-        if begins:
-            self._open_version(same_weights)
-            self.stats = RolloutStats(policy_version=self.policy_version)
-        rows = [self.scheduler.add(request) for request in requests]
         try:
+            if not self.busy:
+                self._open_version(same_weights)
+                self.stats = RolloutStats(policy_version=self.policy_version)
+            rows = [self.scheduler.add(request) for request in requests]
             self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))
             self._prepare()
             self._plan_once()
@@ -323,7 +322,7 @@ class RolloutEngine:
         """Run behind whatever the trainer has queued, on a new policy version if it may be one."""
         self.streams.take_over()
         try:
-            if not same_weights or self.worker.twin.stale:
+            if not same_weights or self.worker.twin.missing_bytes:
                 self.worker.refresh()
             self.policy_version += not same_weights
         finally:

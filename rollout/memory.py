@@ -228,18 +228,18 @@ def make_room(num_bytes: int, device: torch.device) -> int:
     return max(0, torch.cuda.mem_get_info(device)[0] - free)
 
 
-def max_kv_bytes(config: RolloutConfig, device: torch.device, held_bytes: int) -> int | None:
+def max_kv_bytes(config: RolloutConfig, device: torch.device, besides: int) -> int | None:
     """Bytes that KV pages may take on `device` now.
 
     Args:
         config: Knobs; see `kv_limit`.
         device: Where the pages live.
-        held_bytes: Bytes that they take already.
+        besides: Bytes that they have beside free ones: held already, less promised to others.
 
     Returns:
         Bytes, or `None` for no limit.
     """
-    free = None if device.type != "cuda" else available_bytes(device) + held_bytes
+    free = None if device.type != "cuda" else available_bytes(device) + besides
     return kv_limit(config, free)
 
 

@@ -40,6 +40,7 @@ class MemoryPlan:
         graphs: Memory pool of the captured graphs.
         buffers: State of lanes, and what travels between host and device.
         kv_pages: Mapped for the rows at hand.
+        num_pages: How many they are.
         kv_limit: Most that there may be of them. `None`: no limit.
         page: One KV page.
         free: What is free on the device, those pages included. `None`: not known.
@@ -52,6 +53,7 @@ class MemoryPlan:
     graphs: int
     buffers: int
     kv_pages: int
+    num_pages: int
     kv_limit: int | None
     page: int
     free: int | None
@@ -85,7 +87,7 @@ class MemoryPlan:
 
     @property
     def _kv_remark(self) -> str:
-        pages = f"{self.kv_pages // self.page} of {self.page / 2**20:.3g} MiB"
+        pages = f"{self.num_pages} of {self.page / 2**20:.3g} MiB"
         if self.kv_limit is None:
             return f"{pages}; no limit"
         most = f"{pages}; at most {self.kv_limit / _GIB:.2f} GiB"

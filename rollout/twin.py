@@ -102,9 +102,9 @@ class Twin:
         return sum(weight.nbytes for weight in self._shadow.values())
 
     @property
-    def stale(self) -> bool:
-        """Whether cast weights were given back, so that only `refresh` makes it fit to run."""
-        return bool(self._shadow) and self._arena.num_bytes == 0
+    def missing_bytes(self) -> int:
+        """Bytes of cast weights that were given back: before it can run, `refresh` takes them."""
+        return max(0, self._shadow_end - self._arena.num_bytes)
 
     def release(self) -> None:
         """Give back the memory of cast weights, until `refresh`."""

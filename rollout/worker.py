@@ -95,7 +95,8 @@ class Worker:
 
     def max_pages(self) -> int | None:
         """KV pages that there is memory for now, the trash page included; `None`: no limit."""
-        kv_bytes = max_kv_bytes(self.config, self.device, self.kv_cache.num_bytes)
+        free_for_pages = self.kv_cache.num_bytes - self.twin.missing_bytes
+        kv_bytes = max_kv_bytes(self.config, self.device, free_for_pages)
         if kv_bytes is None:
             return None
         return max(kv_bytes // self.kv_cache.layout.page_bytes, self.kv_cache.num_pages)
@@ -135,6 +136,7 @@ class Worker:
             graphs=self.graphs.pool_bytes,
             buffers=self.lanes.num_bytes + sum(slot.num_bytes for slot in self.slots.slots),
             kv_pages=held,
+            num_pages=self.kv_cache.num_pages,
             kv_limit=max_kv_bytes(self.config, self.device, held),
             page=self.kv_cache.layout.page_bytes,
             free=available_bytes(self.device) + held if on_gpu else None,

@@ -23,6 +23,7 @@ def plan(config=None, **changes):
         "graphs": GIB // 2,
         "buffers": GIB // 4,
         "kv_pages": 20 * GIB,
+        "num_pages": 320,
         "kv_limit": 90 * GIB,
         "page": GIB // 16,
         "free": 100 * GIB,

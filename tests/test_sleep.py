@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 
+import rollout.worker
 from rollout import (
     EngineBusy,
     EngineClosed,
@@ -139,6 +140,19 @@ def test_a_wake_that_finds_no_memory_says_so_and_can_be_tried_again(monkeypatch)
                     call()
         engine.wake()
         assert rows_of(engine.generate(*work())) == wanted
+
+
+def test_pages_leave_room_for_the_cast_weights_that_come_back_before_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr(rollout.worker, "max_kv_bytes", lambda *args: asked.append(args[2]))
+    with RolloutEngine(tiny.build(), CONFIG, autocast_dtype=torch.bfloat16) as engine:
+        engine.generate(*work())
+        pages, cast = held(engine)
+        engine.generate(*work())
+        engine.sleep()
+        engine.generate(*work())
+    # Each rollout asks; after the first one, so does the plan.
+    assert asked == [0, pages, pages, -cast]
 
 
 # --- beginnings of rows
