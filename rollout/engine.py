@@ -22,7 +22,7 @@ from tqdm import tqdm
 from rollout.config import RolloutConfig
 from rollout.errors import EngineBusy, EngineClosed, OutOfMemory
 from rollout.intake import Limits, build_requests
-from rollout.plan import MemoryPlan
+from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, Request, SamplingParams
 from rollout.scheduler import Scheduler
 from rollout.telemetry import RolloutStats

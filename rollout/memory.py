@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollout.config import RolloutConfig
 from rollout.driver import AddressRange, why_no_virtual_memory
-from rollout.plan import kv_limit
+from rollout.memory_plan import kv_limit
 
 logger = logging.getLogger(__name__)
 

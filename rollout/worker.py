@@ -11,8 +11,8 @@ from rollout.fused import lay_together
 from rollout.graphs import GraphCache
 from rollout.kv_cache import KVCache
 from rollout.memory import available_bytes, max_kv_bytes, open_arena
+from rollout.memory_plan import MemoryPlan
 from rollout.pages import TRASH_PAGE, pages_for
-from rollout.plan import MemoryPlan
 from rollout.slots import SlotPair, Streams
 from rollout.support import base_of, check_model, check_placed
 from rollout.twin import Twin

@@ -19,7 +19,7 @@ from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.errors import RolloutError, UnsupportedTrainer
 from rollout.exact import prepare_trainer
-from rollout.plan import MemoryPlan
+from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
 from trainers.metrics import log_gap, log_rollout, log_sleep, logp_gaps
 from trainers.support import check_trainer
