@@ -31,8 +31,17 @@ class RolloutConfig:
     """Most memory for KV pages, in bytes; never more than the requests at hand can need. `None`:
     on a GPU `kv_fraction` of what is free, on a CPU no limit."""
 
-    kv_fraction: float = 0.6
-    """Share of the free GPU memory that KV pages may take; the rest is the training step's."""
+    kv_fraction: float | None = None
+    """Share of the free GPU memory beside `train_reserve_bytes` that KV pages may take. `None`:
+    0.9, so that the rest is for what a rollout computes; and 0.6 where training has to live with
+    the rest, under `kv_keep="always"` without a `train_reserve_bytes`."""
+
+    train_reserve_bytes: int | None = None
+    """Free GPU memory that KV pages leave alone, for training, in bytes. `None`: none."""
+
+    kv_keep: str = "rollout"
+    """How long KV pages and cast weights are held under a TRL trainer. `rollout`: until TRL has
+    its completions; training then has their memory. `always`: as long as the engine lives."""
 
     prefill_tokens: int = 8192
     """Most prompt tokens run in one engine step; longer prompts are prefilled in pieces."""
@@ -63,6 +72,14 @@ class RolloutConfig:
         return self.on_policy == "exact"
 
     @property
+    def kv_share(self) -> float:
+        """`kv_fraction`, or what stands for it."""
+        if self.kv_fraction is not None:
+            return self.kv_fraction
+        beside = self.kv_keep == "always" and self.train_reserve_bytes is None
+        return 0.6 if beside else 0.9
+
+    @property
     def num_scores(self) -> int:
         """Numbers that come with each token: its log-probability, and perhaps the entropy."""
         return 2 if self.entropies else 1
@@ -75,14 +92,16 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("max_rows", "page_tokens", "prefill_tokens"):
             check_count(ConfigError, name, getattr(self, name))
-        for name in ("max_row_tokens", "kv_bytes"):
+        for name in ("max_row_tokens", "kv_bytes", "train_reserve_bytes"):
             if getattr(self, name) is not None:
                 check_count(ConfigError, name, getattr(self, name))
         check_count(ConfigError, "num_slots", self.num_slots)
         if self.num_slots > 2:
             raise ConfigError(f"num_slots={self.num_slots}: 2 overlaps host and device, 1 does not")
-        if not is_real(self.kv_fraction) or not 0 < self.kv_fraction <= 1:
+        if not is_real(self.kv_share) or not 0 < self.kv_share <= 1:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: it must be above 0 and at most 1")
+        if self.kv_keep not in ("rollout", "always"):
+            raise ConfigError(f"kv_keep={self.kv_keep!r}: it must be 'rollout' or 'always'")
         for name in ("fuse_projections", "entropies", "progress_bar"):
             value = getattr(self, name)
             if not isinstance(value, bool):

@@ -9,6 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rollout.driver import why_no_virtual_memory
+
 _PACKAGES = ("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy")
 _COPY_BYTES = 2**28
 _COPIES = 20
@@ -39,6 +41,7 @@ def _device() -> Iterator[tuple[str, str]]:
     if not torch.cuda.is_available():
         yield "device", f"CPU, {torch.get_num_threads()} threads"
         yield "kernels", "plain torch"
+        yield "arena", "plain tensors"
         return
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
@@ -46,6 +49,7 @@ def _device() -> Iterator[tuple[str, str]]:
     yield "compute capability", f"{properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
     yield "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     yield "kernels", _try_kernels() or "Triton: KV store, paged attention, sampling"
+    yield "arena", _no_virtual_memory() or "virtual memory: addresses stay when it grows and sleeps"
     yield "copy on the device", f"{copy_bandwidth('cuda', 'cuda') / 1e12:.2f} TB/s, read and write"
     yield "copy to the device", f"{copy_bandwidth('cpu', 'cuda') / 1e9:.1f} GB/s, pinned"
 
@@ -60,6 +64,12 @@ def _try_kernels() -> str:
     except Exception as error:  # a missing compiler, headers, driver or package
         return f"broken: {type(error).__name__}: {error}"
     return ""
+
+
+def _no_virtual_memory() -> str:
+    """Why KV pages are plain tensors; nothing where they are not."""
+    reason = why_no_virtual_memory(torch.device("cuda", torch.cuda.current_device()))
+    return f"plain tensors: {reason}" if reason else ""
 
 
 def copy_bandwidth(source: str, target: str) -> float:
@@ -99,6 +109,8 @@ def _shortcomings() -> Iterator[str]:
         return
     if broken := _try_kernels():
         yield f"Triton's kernels do not run, so rollouts on the GPU fail ({broken})"
+    if reason := _no_virtual_memory():
+        yield f"KV pages move when they grow and after each sleep, at the cost of graphs ({reason})"
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         yield f"compute capability {major}.{minor}: no bf16 products; float16 or float32 alone"

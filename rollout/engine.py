@@ -8,9 +8,10 @@ d2h                      <0         <1
 ```
 """
 
+import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -21,10 +22,13 @@ from tqdm import tqdm
 from rollout.config import RolloutConfig
 from rollout.errors import EngineBusy, EngineClosed, OutOfMemory
 from rollout.intake import Limits, build_requests
+from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, Request, SamplingParams
 from rollout.scheduler import Scheduler
 from rollout.telemetry import RolloutStats
 from rollout.worker import Worker, is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 # What is made in inference mode cannot be written outside of it, and the engine's buffers outlive
 # whatever mode its caller is in.
@@ -40,6 +44,7 @@ class RolloutEngine:
             same storage.
         config: Knobs.
         autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
+        show_plan: Called with the memory plan, once, before the first batch. `None`: it is logged.
 
     Raises:
         UnsupportedModel: The model cannot run on the engine; the message says why.
@@ -60,6 +65,7 @@ class RolloutEngine:
         config: RolloutConfig | None = None,
         *,
         autocast_dtype: torch.dtype | None = None,
+        show_plan: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
         self.config = config or RolloutConfig()
         self.policy_version = 0
@@ -69,6 +75,8 @@ class RolloutEngine:
         self.max_row_tokens = self.worker.max_row_tokens
         self.slots = self.worker.slots
         self.streams = self.worker.streams
+        self._show_plan = show_plan or logger.info
+        self._planned = False
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -183,11 +191,60 @@ class RolloutEngine:
             self._give_up(error)
             raise
 
+    @property
+    def asleep(self) -> bool:
+        """Whether there is no memory that `sleep` could give back."""
+        return self._closed or self.worker.asleep
+
+    @_no_inference_mode
+    def sleep(self) -> None:
+        """Give the memory of KV pages and of cast weights back, until `wake` or the next row.
+
+        Beginnings of rows are forgotten; captured graphs stay. Sleeping twice is fine.
+
+        Raises:
+            EngineBusy: Rows are unfinished.
+            EngineClosed: The engine was closed.
+        """
+        self._check_open()
+        if self.busy:
+            raise EngineBusy(
+                f"{self.scheduler.num_live} rows are live and {self.scheduler.num_waiting} wait; "
+                "sleep() would lose their KV, so call step() until they are finished"
+            )
+        if self.asleep:
+            return
+        began = time.perf_counter()
+        self.scheduler.reset(num_pages=1)
+        self.worker.sleep()
+        self.stats.sleep_s += time.perf_counter() - began
+
+    @_no_inference_mode
+    def wake(self) -> None:
+        """Take back as much memory as `sleep` gave away. Waking twice is fine.
+
+        `generate` and `submit` wake the engine by themselves, with what their rows need.
+
+        Raises:
+            OutOfMemory: Something else has taken it.
+            EngineClosed: The engine was closed.
+        """
+        self._check_open()
+        if not self.asleep:
+            return
+        try:
+            self._open_version(same_weights=True)
+            self._grow(self.worker.pages_before_sleep)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
     def close(self) -> None:
         """End every row and give the memory back. Closing twice is fine."""
         if not self._closed:
             try:
                 self._abort()
+                self.worker.sleep()
             finally:
                 self._closed = True
                 del self.worker, self.slots
@@ -205,7 +262,7 @@ class RolloutEngine:
             num_bytes = self.worker.kv_cache.num_bytes
             raise OutOfMemory(
                 f"the GPU has no memory left (KV pages take {num_bytes} bytes; "
-                f"kv_bytes={self.config.kv_bytes}, kv_fraction={self.config.kv_fraction}, "
+                f"kv_bytes={self.config.kv_bytes}, kv_fraction={self.config.kv_share}, "
                 f"prefill_tokens={self.config.prefill_tokens}, max_rows={self.config.max_rows}); "
                 "lower one of them"
             ) from error
@@ -247,14 +304,14 @@ class RolloutEngine:
         self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> list[int]:
         """Queue checked requests; on an idle engine this begins a rollout."""
-        begins = not self.busy
-        if begins:
-            self._open_version(same_weights)
-            self.stats = RolloutStats(policy_version=self.policy_version)
-        rows = [self.scheduler.add(request) for request in requests]
         try:
-            self._grow(limits, keep=not begins)
+            if not self.busy:
+                self._open_version(same_weights)
+                self.stats = RolloutStats(policy_version=self.policy_version)
+            rows = [self.scheduler.add(request) for request in requests]
+            self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))
             self._prepare()
+            self._plan_once()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -265,9 +322,9 @@ class RolloutEngine:
         """Run behind whatever the trainer has queued, on a new policy version if it may be one."""
         self.streams.take_over()
         try:
-            if not same_weights:
+            if not same_weights or self.worker.twin.missing_bytes:
                 self.worker.refresh()
-                self.policy_version += 1
+            self.policy_version += not same_weights
         finally:
             if not self.busy:
                 self.streams.hand_back()  # there may be no batch to do it
@@ -278,16 +335,17 @@ class RolloutEngine:
         self.worker.prepare(*self.scheduler.largest_batch())
         self.stats.warmup_s += time.perf_counter() - began
 
-    def _grow(self, limits: Limits, *, keep: bool) -> None:
-        """Have as many KV pages as the rows at hand can need, within the limit."""
-        num_pages = min(self.scheduler.pages_wanted(), limits.max_pages)
-        held = self.worker.kv_cache.num_pages
-        if not keep and self.scheduler.knows_prefixes(self.policy_version):
-            keep = num_pages + held <= limits.max_pages  # both at once
-            if not keep and num_pages > held:
-                self.scheduler.pages.forget_prefixes()
-        self.worker.grow(num_pages, keep=keep)
+    def _grow(self, num_pages: int) -> None:
+        """Have so many KV pages at least; those that there are keep what they hold."""
+        self.worker.grow(num_pages)
         self.scheduler.pages.grow(num_pages)
+        self.stats.mapped(self.worker.kv_cache.num_bytes, *self.worker.take_costs())
+
+    def _plan_once(self) -> None:
+        """Say before the first batch what memory is taken for what, now that it is."""
+        if not self._planned:
+            self._planned = True
+            self._show_plan(self.worker.plan())
 
     def _limits(self) -> Limits:
         """What one row may ask for, now that so much memory is free."""

@@ -62,6 +62,11 @@ class Lanes:
         return cls(tokens, positions, seeds, temperatures, block_table)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes that all of it takes."""
+        return sum(state.nbytes for state in vars(self).values())
+
+    @property
     def trash_lane(self) -> int:
         """The lane of padding rows."""
         return len(self.positions_L) - 1

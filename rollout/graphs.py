@@ -31,6 +31,10 @@ class GraphCache:
         streams: The engine's streams.
         max_rows: Rows that may decode in one batch.
         device: Where the model lives.
+
+    Attributes:
+        num_eager: Decode steps on a GPU that no graph ran.
+        pool_bytes: Memory that captured graphs hold.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class GraphCache:
     ) -> None:
         self.forward = forward
         self.num_eager = 0
+        self.pool_bytes = 0
         self._streams = streams
         sizes = (min(size, max_rows) for size in (*_SIZES, max_rows))
         self._sizes = sorted({max(size, forward.least_rows) for size in sizes})
@@ -76,6 +81,7 @@ class GraphCache:
                 logger.info("capturing again: weights, adapters or KV pages have moved")
             self._graphs.clear()
             self._refused.clear()
+            self.pool_bytes = 0
             self._signature = signature
             self._open_pool()
         for key in sorted(self._keys(num_rows, max_context), reverse=True):
@@ -125,8 +131,10 @@ class GraphCache:
             try:
                 with _no_host_waits():
                     self._step(*key)  # what waits would spoil the capture and its pool
+                reserved = torch.cuda.memory_reserved()
                 with _capturing(graph, self._pool):
                     self._step(*key)
+                self.pool_bytes += torch.cuda.memory_reserved() - reserved
             except RuntimeError as error:
                 self._refuse(key, error)
                 return

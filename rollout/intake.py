@@ -92,6 +92,7 @@ def _check_fits(request: Request, limits: Limits) -> None:
         raise OutOfPages(
             f"one row of {request.max_tokens} tokens needs {wanted} KV pages of "
             f"{limits.page_bytes} bytes, and there is memory for {most} and the trash page "
-            f"(kv_bytes={config.kv_bytes}, kv_fraction={config.kv_fraction}); raise one of them "
-            "or lower max_new_tokens"
+            f"(kv_bytes={config.kv_bytes}, kv_fraction={config.kv_share}, "
+            f"train_reserve_bytes={config.train_reserve_bytes}); raise one of the first two, or "
+            "lower the third or max_new_tokens"
         )

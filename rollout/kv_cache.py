@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout.memory import Arena, PlainArena
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
@@ -45,11 +47,19 @@ class KVCache:
     Args:
         layout: Shape of one page.
         device: Where the pages live.
+        arena: Their memory. `None`: a plain tensor.
+
+    New pages hold anything, even NaN, and nothing clears them: zeros for 80 GiB would take longer
+    than all of a wake. A row reads its own tokens alone, whose KV it has written before. Both the
+    kernels' blocks past a row's end and what plain torch gathers there are masked, values too, as
+    are pages that a short row's table does not have. A padding row reads the first place of the
+    trash page, right after it has written it; a fork copies what nobody reads along.
     """
 
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, device: torch.device, arena: Arena | None = None) -> None:
         self.layout = layout
-        self._data = torch.zeros((0, *layout.page_shape), dtype=layout.dtype, device=device)
+        self._arena = arena or PlainArena(device)
+        self._data = self._pages(0)
 
     @property
     def num_pages(self) -> int:
@@ -58,29 +68,31 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that they take."""
-        return self._data.nbytes
+        """Bytes that they take, rounded up to what can be mapped."""
+        return self._arena.num_bytes
 
     @property
     def address(self) -> int:
         """Where the first page lies: what a captured graph relies on."""
-        return self._data.data_ptr()
+        return self._arena.address
 
-    def grow(self, num_pages: int, *, keep: bool = True) -> None:
-        """Have at least `num_pages` pages.
+    def grow(self, num_pages: int) -> None:
+        """Have at least `num_pages` pages. Those that there are keep what they hold.
 
         Args:
             num_pages: The trash page included.
-            keep: Whether the present pages hold anything that is still needed. If not, they are
-                given up before the new ones are asked for.
+
+        Raises:
+            torch.OutOfMemoryError: There is not so much memory. Nothing has changed then.
         """
-        if num_pages <= self.num_pages:
-            return
-        kept = self._data if keep else self._data[:0].clone()
-        self._data = kept
-        data = kept.new_zeros((num_pages, *self.layout.page_shape))
-        data[: len(kept)].copy_(kept)
-        self._data = data
+        if num_pages > self.num_pages:
+            self._arena.grow(num_pages * self.layout.page_bytes)
+            self._data = self._pages(num_pages)
+
+    def release(self) -> None:
+        """Give all pages back, once the engine's streams have done with them."""
+        self._data = self._pages(0)
+        self._arena.release()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy all that a page holds, in every layer."""
@@ -90,3 +102,8 @@ class KVCache:
         """Keys and values of a layer, each a view `(page, token, kv_head, head_dim)`."""
         keys, values = self._data[:, index].unbind(1)
         return keys, values
+
+    def _pages(self, num_pages: int) -> Tensor:
+        """The arena's first bytes as `(page, layer, key/value, token, kv_head, head_dim)`."""
+        used = self._arena.data[: num_pages * self.layout.page_bytes]
+        return used.view(self.layout.dtype).view(num_pages, *self.layout.page_shape)

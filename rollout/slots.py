@@ -51,12 +51,20 @@ class Streams:
         # ORDER: an optimizer step must not write weights that the last batch still reads
         self.module.current_stream(self._device).wait_event(self.compute.record_event())
 
+    def wait_for_all(self) -> None:
+        """Wait until all three streams are empty, and what the trainer has queued so far is done.
+
+        Weights are cast for the first time on the trainer's stream, when an engine is made.
+        """
+        self.take_over()
+        self.wait()
+
     def wait(self) -> None:
         """Wait until all three streams are empty."""
         for stream in (self.h2d, self.compute, self.d2h):
             event = self.module.Event()
             event.record(stream)
-            event.synchronize()  # SYNC: when rows are given up, before their memory is reused
+            event.synchronize()  # SYNC: before memory is reused or given back
 
 
 class Staged:
@@ -77,6 +85,11 @@ class Staged:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the buffer on the device."""
+        return self._device.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
         """Bytes that were staged."""
         return self._array[: self.length].nbytes
 
@@ -176,9 +189,15 @@ class IOSlot:
         self.prefill.stage(np.stack([lanes.repeat(counts), positions, tokens], axis=1))
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of its buffers on the device."""
+        results = self.tokens.nbytes + self.scores.nbytes
+        return results + sum(staged.num_bytes for staged in self._staged)
+
+    @property
     def staged_bytes(self) -> int:
         """Bytes that travel to the device for this batch."""
-        return sum(staged.num_bytes for staged in self._staged)
+        return sum(staged.staged_bytes for staged in self._staged)
 
     def upload(self) -> None:
         """Queue the copies to the device on the H2D stream."""

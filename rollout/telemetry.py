@@ -18,6 +18,10 @@ class RolloutStats:
         h2d_bytes: Bytes uploaded.
         prefilled_tokens: Prompt tokens whose KV was computed.
         shared_tokens: Prompt tokens whose KV another row had, or was about to have.
+        mapped_bytes: Most bytes that KV pages took.
+        released_bytes: Bytes that torch gave back from its cache for them and for cast weights.
+        wake_s: Seconds of making room for both and mapping them.
+        sleep_s: Seconds of giving both back, where that has followed.
         warmup_s: Seconds of compiling and capturing before its first step.
         duration_s: Seconds since it began.
     """
@@ -31,6 +35,10 @@ class RolloutStats:
     h2d_bytes: int = 0
     prefilled_tokens: int = 0
     shared_tokens: int = 0
+    mapped_bytes: int = 0
+    released_bytes: int = 0
+    wake_s: float = 0.0
+    sleep_s: float = 0.0
     warmup_s: float = 0.0
     duration_s: float = 0.0
     _began: float = field(default_factory=time.perf_counter, repr=False)
@@ -50,6 +58,12 @@ class RolloutStats:
         """Record the prompt tokens that a batch computes, and those that it need not."""
         self.prefilled_tokens += num_tokens
         self.shared_tokens += num_shared
+
+    def mapped(self, num_bytes: int, num_released: int, seconds: float) -> None:
+        """Record that KV pages take `num_bytes` now, for which torch gave back `num_released`."""
+        self.mapped_bytes = max(self.mapped_bytes, num_bytes)
+        self.released_bytes += num_released
+        self.wake_s += seconds
 
     def settled(self, num_tokens: int) -> None:
         """Record that the rows of one engine step ended with `num_tokens` tokens in all."""

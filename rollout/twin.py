@@ -16,10 +16,13 @@ from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.compiled import compile_layers
 from rollout.fused import fuse, lay_together
 from rollout.kv_cache import KVLayout
+from rollout.memory import Arena, PlainArena
 from rollout.narrow import Narrow, NarrowLinear, make_narrow, make_plain
 from rollout.support import base_of, check_placed
 
 logger = logging.getLogger(__name__)
+
+_ALIGN = 512  # bytes; where torch would let a tensor begin
 
 
 class Twin:
@@ -32,6 +35,7 @@ class Twin:
             `None`. The twin runs under the same, so that it rounds alike.
         compiled: Compile decoder layers, on first use.
         exact: Such that they round as they are, to the last bit.
+        arena: Memory of cast weights. `None`: a plain tensor.
 
     Attributes:
         compiled: Whether decoder layers are.
@@ -46,11 +50,13 @@ class Twin:
         *,
         compiled: bool = False,
         exact: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         self._live = model
         self._autocast_dtype = autocast_dtype
         self.compiled = compiled
         self._exact = exact
+        self._arena = arena or PlainArena(next(model.parameters()).device)
         self._narrow: Narrow = {}
         self._announced = False
         self.num_builds = 0
@@ -86,9 +92,23 @@ class Twin:
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the trainer's weights."""
+        return sum(parameter.nbytes for parameter in base_of(self._live).parameters())
+
+    @property
     def shadow_bytes(self) -> int:
         """Bytes of weights held a second time."""
         return sum(weight.nbytes for weight in self._shadow.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of cast weights that were given back: before it can run, `refresh` takes them."""
+        return max(0, self._shadow_end - self._arena.num_bytes)
+
+    def release(self) -> None:
+        """Give back the memory of cast weights, until `refresh`."""
+        self._arena.release()
 
     def kv_layout(self, page_tokens: int) -> KVLayout:
         """Shape and dtype of a KV page of this model."""
@@ -171,6 +191,7 @@ class Twin:
         self.num_builds += 1
         self._fingerprint = _fingerprint(live)
         self._shadow: dict[str, nn.Parameter] = {}
+        self._shadow_end = 0
         memo: dict[int, Any] = {id(p): _alias(p) for p in live.parameters()}
         self._base = copy.deepcopy(live, memo).eval()
         make_plain(self._base)
@@ -214,17 +235,34 @@ class Twin:
         Everything else stays aliased, which gives exactly the trainer's numbers.
         """
         linears = [(name, module, module.weight) for name, module in self._to_shadow()]
-        missing = [module for name, module, _ in linears if name not in self._shadow]
+        if not self._shadow:
+            self._place({name: module for name, module, _ in linears})
+        self._arena.grow(self._shadow_end)
         for name, module, weight in linears:
-            if name not in self._shadow:
-                cast = torch.empty_like(weight, dtype=self._autocast_dtype)
-                self._shadow[name] = nn.Parameter(cast, requires_grad=False)
             module.weight = self._shadow[name]
-        if missing:
-            lay_together(self._base, among=missing)
-        for name, _, weight in linears:
             self._shadow[name].copy_(weight)
         self._announce()
+
+    def _place(self, linears: dict[str, nn.Linear]) -> None:
+        """Give the cast weight of each layer its place in the arena; groups lie together."""
+        for module in linears.values():
+            cast = torch.empty(module.weight.shape, dtype=self._autocast_dtype, device="meta")
+            module.weight = nn.Parameter(cast, requires_grad=False)
+        lay_together(self._base, among=linears.values())
+        self._shadow_end, begins = 0, dict[int, int]()
+        for module in linears.values():
+            storage = module.weight.untyped_storage()
+            if storage._cdata not in begins:
+                begins[storage._cdata] = self._shadow_end
+                self._shadow_end += -(-storage.nbytes() // _ALIGN) * _ALIGN
+        self._arena.grow(self._shadow_end)
+        for name, module in linears.items():
+            cast = module.weight
+            offset = cast.storage_offset() * cast.itemsize
+            begin = begins[cast.untyped_storage()._cdata] + offset
+            place = self._arena.data[begin : begin + cast.nbytes]
+            view = place.view(cast.dtype).view(cast.shape)
+            self._shadow[name] = nn.Parameter(view, requires_grad=False)
 
     def _to_shadow(self) -> Iterator[tuple[str, nn.Linear]]:
         if self._autocast_dtype is None:

@@ -10,7 +10,8 @@ from rollout.forward import Forward, Lanes
 from rollout.fused import lay_together
 from rollout.graphs import GraphCache
 from rollout.kv_cache import KVCache
-from rollout.memory import max_kv_bytes
+from rollout.memory import available_bytes, max_kv_bytes, open_arena
+from rollout.memory_plan import MemoryPlan
 from rollout.pages import TRASH_PAGE, pages_for
 from rollout.slots import SlotPair, Streams
 from rollout.support import base_of, check_model, check_placed
@@ -36,15 +37,20 @@ class Worker:
         check_placed(model)
         if config.fuse_projections:
             lay_together(base_of(model))
-        on_gpu = next(model.parameters()).device.type == "cuda"
+        self.device = device = next(model.parameters()).device
+        on_gpu = device.type == "cuda"
         compiled = on_gpu if config.compile_layers is None else config.compile_layers
         self.config = config
-        self.twin = Twin(model, autocast_dtype, compiled=compiled, exact=config.exact)
+        self.streams = Streams(device)
+        self._arenas = [open_arena(device, self.streams.wait_for_all) for _ in range(2)]
+        weights, pages = self._arenas
+        self.twin = Twin(
+            model, autocast_dtype, compiled=compiled, exact=config.exact, arena=weights
+        )
         self.max_row_tokens = config.max_row_tokens or self.twin.max_positions
         self.max_row_pages = pages_for(self.max_row_tokens, config.page_tokens)
-        self.device = device = self.twin.device
-        self.kv_cache = KVCache(self.twin.kv_layout(config.page_tokens), device)
-        self.streams = Streams(device)
+        self.kv_cache = KVCache(self.twin.kv_layout(config.page_tokens), device, pages)
+        self.pages_before_sleep = 0
         self.slots = SlotPair(
             config.num_slots,
             self.streams,
@@ -91,35 +97,65 @@ class Worker:
 
     def max_pages(self) -> int | None:
         """KV pages that there is memory for now, the trash page included; `None`: no limit."""
-        kv_bytes = max_kv_bytes(self.config, self.device, self.kv_cache.num_bytes)
+        free_for_pages = self.kv_cache.num_bytes - self.twin.missing_bytes
+        kv_bytes = max_kv_bytes(self.config, self.device, free_for_pages)
         if kv_bytes is None:
             return None
         return max(kv_bytes // self.kv_cache.layout.page_bytes, self.kv_cache.num_pages)
 
-    def grow(self, num_pages: int, *, keep: bool) -> None:
-        """Have `num_pages` KV pages.
-
-        Args:
-            num_pages: The trash page included. Never fewer than now.
-            keep: Whether present pages hold anything that is still needed.
-        """
+    def grow(self, num_pages: int) -> None:
+        """Have `num_pages` KV pages, the trash page included; those that there are keep theirs."""
         with self.streams.module.stream(self.streams.compute):
-            if num_pages > self.kv_cache.num_pages and not keep:
-                # No entry may go on pointing at a page that is given up.
-                self.lanes.block_table_LP.fill_(TRASH_PAGE)
-            self.kv_cache.grow(num_pages, keep=keep)
+            self.kv_cache.grow(num_pages)
+
+    def take_costs(self) -> tuple[int, float]:
+        """What growing has cost since last asked: bytes that torch gave back, and seconds."""
+        released, seconds = zip(*(arena.take_costs() for arena in self._arenas), strict=True)
+        return sum(released), sum(seconds)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether there is nothing that could be given back."""
+        return all(arena.num_bytes == 0 for arena in self._arenas)
+
+    def sleep(self) -> None:
+        """Give the memory of KV pages and of cast weights back. No row may be live."""
+        self.pages_before_sleep = self.kv_cache.num_pages
+        with self.streams.module.stream(self.streams.compute):
+            # No entry may go on pointing at a page that is given up.
+            self.lanes.block_table_LP.fill_(TRASH_PAGE)
+        self.kv_cache.release()
+        self.twin.release()
+
+    def plan(self) -> MemoryPlan:
+        """What is held now, and what KV pages may take."""
+        held = self.kv_cache.num_bytes
+        on_gpu = self.device.type == "cuda"
+        return MemoryPlan(
+            device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
+            weights=self.twin.weight_bytes,
+            cast_weights=self.twin.shadow_bytes,
+            graphs=self.graphs.pool_bytes,
+            buffers=self.lanes.num_bytes + sum(slot.num_bytes for slot in self.slots.slots),
+            kv_pages=held,
+            num_pages=self.kv_cache.num_pages,
+            kv_limit=max_kv_bytes(self.config, self.device, held),
+            page=self.kv_cache.layout.page_bytes,
+            free=available_bytes(self.device) + held if on_gpu else None,
+            config=self.config,
+        )
 
     def _compile(self) -> None:
         """Compile the twin's layers before a row is served, or run them as they are."""
         if not self.twin.compiled or self._compiled_builds == self.twin.num_builds:
             return
-        try:
-            with self.streams.module.stream(self.streams.compute):
+        with self.streams.module.stream(self.streams.compute):
+            try:
                 self.graphs.forward.warm_up()
-        except Exception as error:  # a compiler fails in many ways
-            if is_out_of_memory(error):
-                raise
-            self.twin.stop_compiling(error)
+            except Exception as error:  # a compiler fails in many ways
+                if is_out_of_memory(error):
+                    raise
+                self.twin.stop_compiling(error)  # which casts weights anew
         self._compiled_builds = self.twin.num_builds
 
     def _check_unmoved(self) -> None:

@@ -12,7 +12,14 @@ from rollout.config import RolloutConfig
 from rollout.errors import ConfigError, RequestError, RolloutError, reject_unknown
 
 NAN = float("nan")
-COUNTS = ["max_rows", "max_row_tokens", "page_tokens", "kv_bytes", "prefill_tokens"]
+COUNTS = [
+    "max_rows",
+    "max_row_tokens",
+    "page_tokens",
+    "kv_bytes",
+    "prefill_tokens",
+    "train_reserve_bytes",
+]
 BAD_COUNTS = [0, -1, 1.0, NAN, float("inf"), "8", True, False, (8,)]
 
 
@@ -50,6 +57,19 @@ def test_a_share_is_above_0_and_at_most_1(value):
     assert [RolloutConfig(kv_fraction=share).kv_fraction for share in (0.01, 1)] == [0.01, 1]
 
 
+def test_the_share_depends_on_who_else_needs_the_memory():
+    assert RolloutConfig().kv_share == 0.9
+    assert RolloutConfig(kv_keep="always").kv_share == 0.6
+    assert RolloutConfig(kv_keep="always", train_reserve_bytes=1).kv_share == 0.9
+    assert RolloutConfig(kv_keep="always", kv_fraction=0.3).kv_share == 0.3
+
+
+@pytest.mark.parametrize("value", ["never", None, True])
+def test_pages_are_kept_for_a_rollout_or_always(value):
+    with pytest.raises(ConfigError, match=f"^kv_keep={value!r}: it must be 'rollout' or 'always'"):
+        RolloutConfig(kv_keep=value)
+
+
 @pytest.mark.parametrize("value", [0, 3, -1, NAN, "2", None])
 def test_slots_are_one_or_two(value):
     with pytest.raises(ConfigError, match=f"^num_slots={value!r}"):
@@ -65,7 +85,7 @@ def test_slots_are_one_or_two(value):
         ("page_size", r"did you mean 'page_tokens'\?"),
         ("prefil_tokens", r"did you mean 'prefill_tokens'\?"),
         ("KV_bytes", r"did you mean 'kv_bytes'\?"),
-        ("qqq", "it has .*kv_bytes, .*max_row_tokens, max_rows, .*progress_bar"),
+        ("qqq", "it has .*kv_bytes, .*max_row_tokens, max_rows, .*train_reserve_bytes"),
     ],
 )
 def test_an_unknown_name_gets_the_right_one(name, hint):

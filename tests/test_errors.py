@@ -117,7 +117,8 @@ def test_one_row_larger_than_all_pages_says_what_to_raise():
     page_bytes = probe.worker.kv_cache.layout.page_bytes
     config = RolloutConfig(max_rows=2, page_tokens=4, kv_bytes=3 * page_bytes + 1)
     with RolloutEngine(tiny.build(), config) as engine:
-        wanted = rf"10 tokens needs 3 KV pages .* memory for 2 .*kv_bytes={config.kv_bytes}"
+        wanted = rf"10 tokens needs 3 KV pages .* memory for 2 .*kv_bytes={config.kv_bytes}, "
+        wanted += r"kv_fraction=0.9, train_reserve_bytes=None\); raise"
         with pytest.raises(OutOfPages, match=wanted):
             engine.generate([[9], [9] * 5], FIVE)
         assert len(engine.generate([[9], [9] * 4], FIVE)) == 2

@@ -1,6 +1,7 @@
 """A stock GRPOTrainer with the engine as its generator."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,6 +156,76 @@ def test_turns_of_one_generation_share_a_version(tmp_path):
     assert generator.engine.policy_version == 2
 
 
+@pytest.mark.parametrize("door", ["attach", "rollout_func"])
+@pytest.mark.parametrize("kv_keep", ["rollout", "always"])
+def test_the_memory_is_the_trainers_once_it_has_its_completions(tmp_path, door, kv_keep):
+    config = replace(trl_trainer.ENGINE, kv_keep=kv_keep)
+    generator, asleep = RolloutGenerator(config), []
+
+    def reward(completion_ids, **columns):
+        asleep.append(generator.engine.asleep)
+        return trl_trainer.reward(completion_ids)
+
+    extra = {"rollout_func": generator} if door == "rollout_func" else {}
+    trainer = trl_trainer.build(tmp_path, bf16=True, **extra)
+    trainer.reward_funcs = [reward]
+    if door == "attach":
+        generator.attach(trainer)
+    trainer.train()
+    assert asleep == [kv_keep == "rollout"] * 3
+    assert all(size > 0 for size in trl_trainer.logged(trainer, "rollout/kv_mapped_gib"))
+    assert trl_trainer.logged(trainer, "rollout/released_gib") == [0.0] * 3
+    slept, woken = (trl_trainer.logged(trainer, f"rollout/{name}_ms") for name in ("sleep", "wake"))
+    if kv_keep == "rollout":
+        assert len(slept) == len(woken) == 3
+        assert min(*slept, *woken) > 0
+    else:
+        assert slept == []
+        assert woken[0] > 0
+
+
+def test_tool_turns_of_one_generation_keep_their_pages(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+    single_turn, shared = trainer._generate_single_turn, []
+
+    def two_turns(prompt_ids, *rest):
+        for _ in range(2):
+            result = single_turn(prompt_ids, *rest)
+            assert not generator.engine.asleep
+            shared.append(generator.engine.stats.shared_tokens)
+        return result
+
+    trainer._generate_single_turn = two_turns
+    trainer._generate(["xyzabcdef"])
+    assert generator.engine.asleep
+    assert shared == [0, 8]  # two full pages of the prompt
+    assert len(trainer._metrics["train"]["rollout/sleep_ms"]) == 1
+
+
+def test_a_rollout_that_fails_leaves_the_memory_to_the_trainer_too(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+
+    def failing(*args):
+        raise MemoryError("injected")
+
+    generator.engine.worker.graphs.forward.decode = failing
+    with pytest.raises(MemoryError, match="injected"):
+        trainer._generate(["xyz"] * 4)
+    assert generator.engine.asleep
+
+
+def test_the_memory_plan_is_printed_once(tmp_path, capsys):
+    trainer = trl_trainer.build(tmp_path)
+    trl_trainer.attach(trainer)
+    trainer.train()
+    printed = capsys.readouterr().err
+    assert printed.count("twinslot: memory on CPU") == 1
+    for part in ("weights", "KV pages", "graphs", "training reserve", "between rollouts"):
+        assert part in printed
+
+
 def test_metrics_reach_the_trainers_own_wandb_run_on_its_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = trl_trainer.build(tmp_path, report_to="wandb", max_steps=3)
@@ -171,6 +242,7 @@ def test_metrics_reach_the_trainers_own_wandb_run_on_its_step(tmp_path, monkeypa
     steps = [entry for entry in sent if "train/rollout/generated_tok_s" in entry]
     assert [entry["train/global_step"] for entry in steps] == [1, 2, 3]
     names = ("duration_s", "kv_pages_used", "rows_live", "policy_version", "logp_gap")
+    names += ("kv_mapped_gib", "released_gib", "wake_ms", "sleep_ms")
     for entry in steps:
         assert all(f"train/rollout/{name}" in entry for name in names)
         assert "train/reward" in entry

@@ -468,7 +468,7 @@ def test_out_of_memory_in_prefill_is_named_and_the_engine_goes_on():
             torch.empty(2**50, device="cuda")
 
         engine.worker.graphs.forward.prefill = greedy
-        with pytest.raises(OutOfMemory, match=r"kv_fraction=0.6, prefill_tokens=64.*lower one"):
+        with pytest.raises(OutOfMemory, match=r"kv_fraction=0.9, prefill_tokens=64.*lower one"):
             engine.generate(*work())
         engine.worker.graphs.forward.prefill = prefill
         assert rows_of(engine.generate(*work())) == wanted
@@ -510,4 +510,4 @@ def test_kv_pages_are_sized_by_need_and_bounded_by_the_fraction():
         assert engine.worker.kv_cache.num_pages == 2
         limits = engine._limits()
         free, _ = torch.cuda.mem_get_info()
-        assert 2**29 < limits.max_pages * limits.page_bytes < 0.7 * free
+        assert 2**29 < limits.max_pages * limits.page_bytes < 0.95 * free

@@ -89,6 +89,7 @@ class Paged:
         self.lengths, self.heads, self.dim = lengths, heads, dim
         self.kv_cache = KVCache(layout, DEVICE)
         self.kv_cache.grow(sum(pages) + 3)
+        self.kv_cache._data.zero_()
         self.cache = self.kv_cache.layer(1)
         for part in self.cache:
             part.fill_(torch.nan)

@@ -63,7 +63,7 @@ def step_ms(engine, rows, context):
         engine.config.page_tokens,
     )
     pages = -(-(context + 1) // page)
-    engine.worker.kv_cache.grow(rows * pages + 1, keep=False)
+    engine.worker.kv_cache.grow(rows * pages + 1)
     table = torch.randperm(rows * pages, device="cuda").view(rows, pages) + 1
     lanes.block_table_LP[:rows, :pages] = table
     graphs._graphs.clear()

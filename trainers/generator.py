@@ -13,13 +13,15 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.errors import RolloutError, UnsupportedTrainer
 from rollout.exact import prepare_trainer
+from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
-from trainers.metrics import log_gap, log_rollout, logp_gaps
+from trainers.metrics import log_gap, log_rollout, log_sleep, logp_gaps
 from trainers.support import check_trainer
 
 logger = logging.getLogger(__name__)
@@ -117,7 +119,10 @@ class RolloutGenerator:
         if trainer is not self._trainer:
             raise UnsupportedTrainer("this generator already serves a trainer; make a new one")
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
-        prompt_ids, completion_ids, logprobs, _ = self.generate(prompt_ids, images, 1)
+        try:
+            prompt_ids, completion_ids, logprobs, _ = self.generate(prompt_ids, images, 1)
+        finally:
+            self._sleep()  # TRL's `_generate` was not wrapped yet when it made the first call
         flat = [[token[0] for token in row] for row in logprobs]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": flat}
 
@@ -178,7 +183,10 @@ class RolloutGenerator:
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
         autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
-        self.engine = RolloutEngine(model, self.config, autocast_dtype=autocast_dtype)
+        show_plan = _print_plan if accelerator.is_main_process else None
+        self.engine = RolloutEngine(
+            model, self.config, autocast_dtype=autocast_dtype, show_plan=show_plan
+        )
         self._undo_exact = _nothing
         if self.config.exact:
             try:
@@ -203,12 +211,22 @@ class RolloutGenerator:
         return completions
 
     def _share_version(self, generate: Any, prompts: list[Any]) -> Any:
-        """Run TRL's `_generate`, a rollout of one or more tool turns on the same weights."""
+        """Run TRL's `_generate`, a rollout of one or more tool turns on the same weights.
+
+        The turns keep their pages, and with the last one their memory goes to the trainer.
+        """
         self._num_turns = 0
         try:
             return generate(prompts)
         finally:
             self._num_turns = None
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Leave the memory to the trainer until the next rollout, unless told to keep it."""
+        if self.config.kv_keep == "rollout" and not self.engine.asleep:
+            self.engine.sleep()
+            log_sleep(self._trainer, self.engine.stats)
 
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
         """The trainer's settings, clipped to what the row can hold as vLLM does."""
@@ -264,6 +282,10 @@ class RolloutGenerator:
             raise RolloutError(
                 f"the rollout failed on {num_failed} other rank(s); see their errors"
             )
+
+
+def _print_plan(plan: MemoryPlan) -> None:
+    Console(stderr=True).print(plan.table())
 
 
 def _nothing() -> None:

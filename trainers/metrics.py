@@ -27,6 +27,19 @@ def log_rollout(trainer: Any, stats: RolloutStats) -> None:
     _append(trainer, "rollout/rows_live", stats.rows_live)
     _append(trainer, "rollout/prefix_hit_rate", stats.prefix_hit_rate)
     _append(trainer, "rollout/policy_version", stats.policy_version)
+    _append(trainer, "rollout/kv_mapped_gib", stats.mapped_bytes / 2**30)
+    _append(trainer, "rollout/released_gib", stats.released_bytes / 2**30)
+    _append(trainer, "rollout/wake_ms", stats.wake_s * 1e3)
+
+
+def log_sleep(trainer: Any, stats: RolloutStats) -> None:
+    """Log how long it took to give the memory back after a rollout.
+
+    Args:
+        trainer: The TRL trainer that asked for it.
+        stats: Its counts and times.
+    """
+    _append(trainer, "rollout/sleep_ms", stats.sleep_s * 1e3)
 
 
 def logp_gaps(trainer: Any, scored: dict[str, Any], *, sample: bool) -> tuple[float, float] | None:
