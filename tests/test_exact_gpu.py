@@ -1,0 +1,101 @@
+"""Exact mode on a GPU: what a rollout sampled is what the trainer's forward gives, bit for bit."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout.exact import prepare_trainer
+from rollout.sampling import sample
+from rollout.support import base_of
+from rollout.workload import build_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+ROWS = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is rolled out, and how."""
+
+    shape: str = "qwen3-0.6b"
+    new_tokens: int = 300
+    lora_rank: int = 0
+    masters: bool = False
+    group: int = 1
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "8B": Case("qwen3-8b", 600),
+    "8B, LoRA": Case("qwen3-8b", 200, lora_rank=32),
+    "0.6B": Case(new_tokens=4096 - 200),
+    "0.6B, LoRA": Case(lora_rank=32),
+    "0.6B, float32 masters": Case(masters=True),
+    "one slot, prefill in pieces": Case(knobs={"num_slots": 1, "prefill_tokens": 100}),
+    "fewer lanes than rows": Case(knobs={"max_rows": 9}),
+    "groups": Case(group=8, knobs={"page_tokens": 64}),
+    "fused": Case(knobs={"fuse_projections": True}),
+}
+
+
+def ragged_prompts(vocab, group):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 200, (ROWS // group,), generator=generator).tolist()
+    own = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
+    return [prompt for prompt in own for _ in range(group)]
+
+
+def batch_of(prompts, completions):
+    """As TRL lays it out: prompts padded on the left, completions on the right."""
+    before = max(map(len, prompts))
+    after = max(len(completion.token_ids) for completion in completions)
+    ids = torch.zeros(len(prompts), before + after, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens = prompt + completion.token_ids
+        place = slice(before - len(prompt), before - len(prompt) + len(tokens))
+        ids[row, place], mask[row, place] = torch.tensor(tokens), 1
+    return ids.cuda(), mask.cuda(), before
+
+
+def draw_again(head, states, seed, first_position, temperature):
+    """What the sampler draws from the trainer's hidden states of one row."""
+    tokens, scores = [], []
+    for start, part in zip(range(0, len(states), 1024), states.split(1024), strict=True):
+        logits = head(part)
+        positions = torch.arange(len(part), device="cuda") + first_position + start
+        seeds = torch.full_like(positions, seed)
+        temperatures = torch.full((len(part),), temperature, device="cuda")
+        found = sample(logits, temperatures, seeds, positions)
+        tokens.append(found[0])
+        scores.append(found[1][:, 0])
+    return torch.cat(tokens).tolist(), torch.cat(scores).cpu()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_token_is_drawn_again_from_the_trainers_forward(name):
+    case = CASES[name]
+    model = build_model(case.shape, torch.device("cuda"), case.lora_rank)
+    autocast = torch.bfloat16 if case.masters else None
+    model = model.float() if case.masters else model
+    base = base_of(model)
+    prompts = ragged_prompts(base.config.vocab_size, case.group)
+    sampling = SamplingParams(max_new_tokens=case.new_tokens, temperature=0.9)
+    knobs = {"max_rows": ROWS, "max_row_tokens": 4200, "on_policy": "exact", **case.knobs}
+    with RolloutEngine(model, RolloutConfig(**knobs), autocast_dtype=autocast) as engine:
+        completions = engine.generate(prompts, sampling)
+        assert engine.worker.graphs.num_eager == 0
+        undo = prepare_trainer(model, engine.worker.narrow)
+    ids, mask, before = batch_of(prompts, completions)
+    with torch.no_grad(), torch.autocast("cuda", autocast, enabled=autocast is not None):
+        states = base.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            mine = states[row, before - 1 : before - 1 + len(completion.token_ids)]
+            drawn = draw_again(base.lm_head, mine, row, len(prompt), sampling.temperature)
+            assert drawn[0] == completion.token_ids
+            assert torch.equal(drawn[1], torch.tensor(completion.logprobs))
+    undo()
