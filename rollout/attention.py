@@ -141,6 +141,10 @@ class PagedAttention:
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
+class Prefilled(Exception):
+    """The last layer of a prefill has stored its keys and values: nothing else of it is needed."""
+
+
 _active: ContextVar[PagedAttention] = ContextVar("paged_attention")
 
 
@@ -176,6 +180,8 @@ def _attend_and_store(
     with torch.autocast(query_THD.device.type, enabled=False):
         states = [states.to(layout.dtype) for states in (query_THD, keys_TKD, values_TKD)]
         paged.store(index, *states[1:])
+        if paged.segments is not None and index == layout.num_layers - 1:
+            raise Prefilled
         output = paged.attend(index, *states, **options)
     return output.to(query_THD.dtype)
 

@@ -4,6 +4,7 @@ Shape letters: T packed tokens, R decoding rows, L lanes, P pages of a row, V vo
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.attention import PagedAttention
+from rollout.attention import PagedAttention, Prefilled
 from rollout.kv_cache import KVCache
 from rollout.pages import TRASH_PAGE
 from rollout.request import Ints, Segment
@@ -136,7 +137,8 @@ class Forward:
             runs_N4=slot.runs.value,
             exact=self._exact,
         )
-        self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)
+        with suppress(Prefilled):  # which leaves out most of the last layer
+            self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)
 
     def fork(self, copies: Ints) -> None:
         """Copy partly filled pages of a prompt that rows share, `(copies, 2)` page ids."""

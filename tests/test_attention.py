@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.attention import PagedAttention, number_layers, paged_attention_forward
 from rollout.errors import UnsupportedModel
 from rollout.kv_cache import KVCache, KVLayout
@@ -41,7 +43,7 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
     lengths = [1, 4, 5, 11]
     cache = KVCache(
         KVLayout(
-            num_layers=2,
+            num_layers=3,  # of the last one, a prefill stores keys and values alone
             page_tokens=PAGE,
             num_kv_heads=KV_HEADS,
             head_dim=DIM,
@@ -96,3 +98,14 @@ def test_what_paged_attention_does_not_know_is_refused_by_name():
         paged_attention_forward(layer(), states, states, states, None, head_mask=torch.ones(HEADS))
     with pytest.raises(UnsupportedModel, match="attention_mask"):
         paged_attention_forward(layer(), states, states, states, torch.ones(1))
+
+
+def test_a_prefill_ends_when_the_last_layer_has_stored_its_keys_and_values():
+    model, ran = tiny.build(), []
+    with RolloutEngine(model, RolloutConfig(max_rows=2, page_tokens=4)) as engine:
+        for index, layer in enumerate(engine.worker.twin.base.model.layers):
+            layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
+        tiny.assert_on_policy(engine, model)
+        ran.clear()
+        engine.generate([list(range(8, 30))], SamplingParams(max_new_tokens=1))
+    assert ran == [0, 1, 0, 1, 2]  # the prompt but its last token, and that
