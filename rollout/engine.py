@@ -10,8 +10,8 @@ d2h                      <0         <1
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, Self
 
 import torch
@@ -19,9 +19,9 @@ from torch import nn
 from tqdm import tqdm
 
 from rollout.config import RolloutConfig
-from rollout.errors import EngineBusy, EngineClosed, OutOfMemory
+from rollout.errors import ConfigError, EngineBusy, EngineClosed, EnginePaused, OutOfMemory
 from rollout.intake import Limits, build_requests
-from rollout.request import Completion, Request, SamplingParams
+from rollout.request import Batch, Completion, Request, SamplingParams
 from rollout.scheduler import Scheduler
 from rollout.telemetry import RolloutStats
 from rollout.worker import Worker, is_out_of_memory
@@ -65,11 +65,12 @@ class RolloutEngine:
         self.policy_version = 0
         self.stats = RolloutStats()
         self.worker = Worker(model, self.config, autocast_dtype)
-        self.scheduler = Scheduler(self.config, self.worker.max_row_pages)
+        num_host_pages = self.worker.swap.num_host_pages
+        self.scheduler = Scheduler(self.config, self.worker.max_row_pages, num_host_pages)
         self.max_row_tokens = self.worker.max_row_tokens
         self.slots = self.worker.slots
         self.streams = self.worker.streams
-        self._closed = False
+        self._closed = self._paused = False
 
     def __enter__(self) -> Self:
         return self
@@ -105,25 +106,54 @@ class RolloutEngine:
         Raises:
             RequestError: A prompt, a seed or a sampling parameter cannot be served. Nothing runs.
             EngineBusy: Rows given to `submit` are unfinished.
+            EnginePaused: The engine is paused.
             EngineClosed: The engine was closed.
         """
-        self._check_open()
+        done: dict[int, Completion] = {}
+        stream = self.stream(prompts, sampling, seeds, same_weights=same_weights)
+        bar = tqdm(total=len(prompts), unit="row", disable=not self.config.progress_bar)
+        with closing(stream), bar:  # an interrupt can come between two steps
+            for completion in stream:
+                done[completion.row] = completion
+                bar.update()
+        return [done[row] for row in sorted(done)]
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int] | None = None,
+        *,
+        same_weights: bool = False,
+    ) -> Generator[Completion]:
+        """Yield completions as they finish; arguments and errors are those of `generate`.
+
+        Row ids count up in the order of the prompts. Rows submitted meanwhile are yielded, too.
+        Closing the generator early drops every row.
+
+        Example:
+            ```python
+            for completion in engine.stream(prompts, sampling):
+                print(completion.row, completion.token_ids)
+            ```
+        """
+        self._check_running()
         limits = self._limits()
         requests = build_requests(prompts, sampling, seeds, limits)
-        if self.busy:
-            raise EngineBusy("rows given to submit() are unfinished; call step() until they are")
-        rows = self._enqueue(requests, limits, same_weights)
-        done: dict[int, Completion] = {}
+        self._check_idle()
+        return self._stream(requests, limits, same_weights)
+
+    def _stream(
+        self, requests: Sequence[Request], limits: Limits, same_weights: bool
+    ) -> Generator[Completion]:
+        self._check_idle()  # a generator begins when it is first asked
+        self._enqueue(requests, limits, same_weights)
         try:
-            with tqdm(total=len(rows), unit="row", disable=not self.config.progress_bar) as bar:
-                while self.busy:
-                    finished = self.step()
-                    done.update((completion.row, completion) for completion in finished)
-                    bar.update(len(finished))
+            while self.busy:
+                yield from self.step()
         except BaseException:
-            self._abort()  # an interrupt can come between two steps
+            self._drop_rows()
             raise
-        return [done[row] for row in rows]
 
     def submit(
         self,
@@ -144,9 +174,10 @@ class RolloutEngine:
 
         Raises:
             RequestError: The row cannot be served.
+            EnginePaused: The engine is paused.
             EngineClosed: The engine was closed.
         """
-        self._check_open()
+        self._check_running()
         limits = self._limits()
         requests = build_requests([prompt], sampling, [seed], limits)
         return self._enqueue(requests, limits, same_weights)[0]
@@ -162,18 +193,17 @@ class RolloutEngine:
         Returns:
             The rows that finished.
         """
-        self._check_open()
+        self._check_running()
         try:
             slot, previous = self.slots.flip()
             batch = self.scheduler.schedule(self.policy_version)  # reads no tensor
             if batch is not None:
                 slot.stage(batch)  # host: fill the pinned buffers
                 slot.upload()  # h2d stream -> slot.uploaded
+                self.worker.swap.move(batch)  # swap stream: pages to the host and back
                 self.worker.graphs.run(slot)  # compute stream -> slot.computed
                 slot.download()  # d2h stream -> slot.downloaded
-                num_pages = self.scheduler.pages.num_used
-                self.stats.launched(len(batch.rows), num_pages, slot.staged_bytes)
-                self.stats.prefilled(batch.num_prefilled, batch.num_shared)
+                self._count(batch, slot.staged_bytes)
             if previous.batch is None:
                 return []
             tokens, scores = previous.wait()  # SYNC: the only host wait in a step
@@ -183,14 +213,86 @@ class RolloutEngine:
             self._give_up(error)
             raise
 
+    def pause(self) -> None:
+        """Let the trainer work on the weights from now on, while rows stay as they are.
+
+        Call it between two steps; whatever the trainer queues follows the batch in flight.
+
+        Example:
+            ```python
+            engine.step()
+            engine.pause()
+            optimizer.step()
+            engine.resume()
+            engine.step()
+            ```
+        """
+        self._check_running()
+        self.streams.hand_back()
+        self._paused = True
+
+    def resume(self, kv: str = "keep", *, same_weights: bool = False) -> None:
+        """Go on under the weights as they are now.
+
+        Args:
+            kv: `keep`: the KV of tokens that rows already have stays as the old weights made it.
+                `recompute`: it is computed again under the new ones before a row goes on. Rows
+                that are to be prefilled all the same, because they were preempted and the host
+                had no room for their KV, always get the KV of the new ones.
+            same_weights: The weights have not changed. Otherwise a policy version is opened.
+
+        Raises:
+            EnginePaused: The engine is not paused.
+            ConfigError: No such `kv`.
+        """
+        self._check_open()
+        if not self._paused:
+            raise EnginePaused("resume() without pause(): call pause() before weights change")
+        if kv not in ("keep", "recompute"):
+            raise ConfigError(f"kv={kv!r}: it must be 'keep' or 'recompute'")
+        self._paused = False
+        self._open_version(same_weights)
+        if kv == "recompute":
+            self.scheduler.recompute()
+        self._prepare()
+
+    @contextmanager
+    def paused(self, kv: str = "keep", *, same_weights: bool = False) -> Iterator[None]:
+        """`pause`, and `resume` with these arguments whatever happens inside."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume(kv, same_weights=same_weights)
+
+    def abort(self, rows: Collection[int]) -> None:
+        """Drop rows between two steps, and free what they hold; they have no completion.
+
+        Args:
+            rows: Their ids. One that is unknown, or has finished, is none.
+        """
+        self._check_open()
+        self.scheduler.abort(rows)
+        if not self.busy:
+            self.streams.hand_back()
+
     def close(self) -> None:
         """End every row and give the memory back. Closing twice is fine."""
         if not self._closed:
             try:
-                self._abort()
+                self._drop_rows()
             finally:
                 self._closed = True
                 del self.worker, self.slots
+
+    def _count(self, batch: Batch, num_bytes: int) -> None:
+        """Tell telemetry of a batch that was launched."""
+        pages, stats = self.scheduler.pages, self.stats
+        stats.launched(len(batch.rows), pages.num_used, num_bytes)
+        stats.paged(pages.num_shared, pages.num_free)
+        stats.prefilled(batch.num_prefilled, batch.num_shared)
+        page_bytes = self.worker.kv_cache.layout.page_bytes
+        stats.preempted(batch.num_preempted, len(batch.offloads) * page_bytes)
 
     def _settled(self, completions: list[Completion]) -> list[Completion]:
         self.stats.settled(sum(len(completion.token_ids) for completion in completions))
@@ -200,7 +302,7 @@ class RolloutEngine:
 
     def _give_up(self, error: BaseException) -> None:
         """End every row after a failure, and say of a lack of memory what helps."""
-        self._abort()
+        self._drop_rows()
         if is_out_of_memory(error):
             num_bytes = self.worker.kv_cache.num_bytes
             raise OutOfMemory(
@@ -210,32 +312,10 @@ class RolloutEngine:
                 "lower one of them"
             ) from error
 
-    @contextmanager
-    def paused(self, *, same_weights: bool = False) -> Iterator[None]:
-        """Let the trainer work on the weights between two steps, while rows stay live.
-
-        Args:
-            same_weights: The weights will not change. Otherwise a policy version is opened;
-                the KV of tokens that live rows already have stays as the old weights made it.
-
-        Example:
-            ```python
-            engine.step()
-            with engine.paused():
-                optimizer.step()
-            engine.step()
-            ```
-        """
-        self._check_open()
-        self.streams.hand_back()
-        try:
-            yield
-        finally:
-            self._open_version(same_weights)
-            self._prepare()
-
-    def _abort(self) -> None:
+    def _drop_rows(self) -> None:
         """Forget every row, live or waiting, and wait until the device has, too."""
+        if self._closed:
+            return
         try:
             self.slots.drain()
         finally:
@@ -251,7 +331,7 @@ class RolloutEngine:
         if begins:
             self._open_version(same_weights)
             self.stats = RolloutStats(policy_version=self.policy_version)
-        rows = [self.scheduler.add(request) for request in requests]
+        rows = self.scheduler.add(requests)
         try:
             self._grow(limits, keep=not begins)
             self._prepare()
@@ -299,6 +379,15 @@ class RolloutEngine:
             page_bytes=self.worker.kv_cache.layout.page_bytes,
             config=self.config,
         )
+
+    def _check_idle(self) -> None:
+        if self.busy:
+            raise EngineBusy("rows given to submit() are unfinished; call step() until they are")
+
+    def _check_running(self) -> None:
+        self._check_open()
+        if self._paused:
+            raise EnginePaused("the engine is paused; call resume() first")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -14,6 +14,7 @@ from rollout.memory import max_kv_bytes
 from rollout.pages import TRASH_PAGE, pages_for
 from rollout.slots import SlotPair, Streams
 from rollout.support import base_of, check_model, check_placed
+from rollout.swap import Swap
 from rollout.twin import Twin
 
 
@@ -45,6 +46,7 @@ class Worker:
         self.device = device = self.twin.device
         self.kv_cache = KVCache(self.twin.kv_layout(config.page_tokens), device)
         self.streams = Streams(device)
+        self.swap = Swap(config, self.kv_cache, self.streams, device)
         self.slots = SlotPair(
             config.num_slots,
             self.streams,
@@ -101,6 +103,7 @@ class Worker:
             num_pages: The trash page included. Never fewer than now.
             keep: Whether present pages hold anything that is still needed.
         """
+        self.swap.join()
         with self.streams.module.stream(self.streams.compute):
             if num_pages > self.kv_cache.num_pages and not keep:
                 # No entry may go on pointing at a page that is given up.
