@@ -79,12 +79,17 @@ class Device:
         self.host: dict[int, np.ndarray] = {}  # host page -> stamps
         self.versions: dict[int, int] = {}  # seed -> policy version that its KV is no older than
         self.written: dict[int, int | None] = {}  # seed -> next position to write
+        self.leaving: list[list[int]] = []  # page, host page: copies that are still to run
         self.resumed: set[int] = set()
+        self.renewed: set[int] = set()  # seeds whose KV is to be computed again
 
     def run(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         self.version = batch.policy_version
-        for page, host_page in batch.offloads.tolist():
-            self.host[host_page] = self.stamps[page].copy()
+        self.leaving += batch.offloads.tolist()
+        self.let_leave(batch.new_pages[:, 2])
+        early = batch.max_context % 2  # they run beside the batch
+        if early:
+            self.restore(batch)
         self.admit(batch)
         for segment in batch.segments:
             stop = segment.start + len(segment.tokens)
@@ -95,9 +100,21 @@ class Device:
             assert TRASH_PAGE not in (source, target)
             self.stamps[target] = self.stamps[source]
         result = self.decode(batch)
-        for host_page, page in batch.restores.tolist():  # as late as it may be
-            self.stamps[page] = self.host[host_page]
+        if not early:
+            self.restore(batch)
         return result
+
+    def let_leave(self, pages: np.ndarray) -> None:
+        """Run copies to the host in order, as late as `pages`, or all, allow."""
+        while any(page in pages for page, _ in self.leaving):
+            page, host_page = self.leaving.pop(0)
+            self.host[host_page] = self.stamps[page].copy()
+
+    def restore(self, batch: Batch) -> None:
+        if len(batch.restores):
+            self.let_leave(np.array([page for page, _ in self.leaving]))
+        for host_page, page in batch.restores.tolist():
+            self.stamps[page] = self.host[host_page]
 
     def admit(self, batch: Batch) -> None:
         admission = batch.admission
@@ -108,7 +125,9 @@ class Device:
         self.resumed |= self.written.keys() & set(admission.seeds)
         self.written.update((seed, None) for seed in admission.seeds)
         for seed in admission.seeds:
-            self.versions.setdefault(seed, batch.policy_version)
+            if seed in self.renewed or seed not in self.versions:
+                self.versions[seed] = batch.policy_version
+        self.renewed -= set(admission.seeds)
         self.block_table[admission.lanes] = TRASH_PAGE  # so that a missing page is noticed
         lanes, index, pages = batch.new_pages.T
         self.block_table[lanes, index] = pages
