@@ -15,6 +15,7 @@ import rollout.slots
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.forward import Forward, Lanes
 from rollout.kv_cache import KVCache
+from rollout.lane_table import LaneTable
 from rollout.pages import TRASH_PAGE
 from rollout.twin import Twin
 
@@ -120,6 +121,7 @@ def recorded(monkeypatch):
 
     logged(rollout.slots.Staged, "upload", "copy in")
     logged(KVCache, "grow", "KV")
+    logged(KVCache, "page", "page")
     logged(Twin, "refresh", "weights")
     logged(Lanes, "admit", "lane state")
     logged(Forward, "prefill", "KV")
@@ -236,6 +238,46 @@ def test_a_pause_of_an_idle_engine_leaves_nothing_behind_the_trainers_back(recor
         recorder.log.clear()
     assert (recorder.log[-2][0], recorder.log[-2][2]) == ("record", "compute")
     assert recorder.log[-1] == ("wait", recorder.log[-2][1], "trainer")
+
+
+def test_pages_move_behind_the_last_batch_and_before_whoever_needs_them(recorded, monkeypatch):
+    """Rule 2."""
+    engine, recorder = recorded
+    recorder.names = list(STREAMS)
+    page_bytes = engine.worker.kv_cache.layout.page_bytes
+    config = RolloutConfig(max_rows=6, page_tokens=4, kv_bytes=21 * page_bytes, offload_bytes=2**30)
+    monkeypatch.setattr(LaneTable, "growth", lambda _: 0)  # so that rows soon give way
+    engine = RolloutEngine(tiny.build(), config)
+    log, move, leaving, back, num_waits = recorder.log, engine.worker.swap.move, {}, [], 0
+
+    def checked(batch):
+        nonlocal num_waits
+        start = len(log)
+        move(batch)
+        entries, came_back = log[start:], back[:]
+        copies = len(batch.offloads) + len(batch.restores)
+        if copies:
+            first = entries.index(("page", "swap"))
+            (record, wait) = entries[first - 2 : first]
+            assert (record[0], record[2]) == ("record", "compute")
+            assert wait == ("wait", record[1], "swap")
+            assert entries.count(("page", "swap")) == copies
+        recorded = [entry[1] for entry in entries if entry[0] == "record" and entry[2] == "swap"]
+        leaving.update(zip(batch.offloads[:, 0].tolist(), recorded, strict=False))
+        back[:] = recorded[-1:] if len(batch.restores) else []
+        awaited = [entry[1] for entry in entries if entry[0] == "wait" and entry[2] == "compute"]
+        handed_on = [
+            leaving.pop(page) for page in batch.new_pages[:, 2].tolist() if page in leaving
+        ]
+        assert set(awaited) == {*came_back, *handed_on}
+        num_waits += len(awaited)
+
+    engine.worker.swap.move = checked
+    prompts = tiny.prompts(8, seed=3)
+    engine.generate(prompts, [SamplingParams(max_new_tokens=20 + i) for i in range(8)])
+    assert engine.stats.preemptions > 3
+    assert num_waits > 20
+    assert ("page", "compute") not in log
 
 
 def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():

@@ -221,6 +221,22 @@ def test_a_group_that_gives_way_is_copied_once_and_brought_back_once():
     assert scheduler._host_pages.num_used == 0
 
 
+def test_a_row_dropped_while_its_kv_comes_back_leaves_its_lane_as_if_it_had_never_been_there():
+    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=2, prefill_tokens=1), 8, 9)
+    scheduler.pages.grow(1 + 8)
+    old, young = scheduler.add([make_request(seed, 1, limit) for seed, limit in enumerate((9, 15))])
+    while scheduler.num_waiting or not scheduler._lanes.arriving:
+        batch = scheduler.schedule(1)
+        scheduler.commit(batch, *tokens_of(batch, 5))
+    assert len(batch.restores)
+    scheduler.abort([young])
+    scheduler.check()
+    (new,) = scheduler.add([make_request(2, 4, 9)])
+    for _ in range(2):
+        assert len(scheduler.schedule(1).rows) == 0
+    assert scheduler.schedule(1).rows.tolist() == [new]
+
+
 def test_who_waits_for_an_aborted_prefill_takes_it_over():
     """The prompt's 10 tokens fill two pages of 4, and half of one that each row has alone."""
     scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=4, prefill_tokens=7), 8)
