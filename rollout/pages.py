@@ -108,11 +108,10 @@ class PageAllocator:
         """Take back a row's pages."""
         self._holders[pages] -= 1
         self.num_shared -= int((self._holders[pages] == 1).sum())
-        for page in pages[self._holders[pages] == 0][::-1].tolist():
-            if page in self.prefixes:  # its successors are in front, and go first
-                self._cached[page] = None
-            else:
-                self._free.append(page)
+        unheld = pages[self._holders[pages] == 0].tolist()
+        # A row's last pages are given away first, whether their beginning is known or not.
+        self._free += [page for page in unheld if page not in self.prefixes]
+        self._cached.update((page, None) for page in reversed(unheld) if page in self.prefixes)
 
     def use(self, page: int) -> tuple[int, int]:
         """What tells this use of a page from its earlier and later ones."""

@@ -66,7 +66,8 @@ class Preemption:
             # ORDER: a token in flight writes its KV before anything is copied off the device
             moved = self._host_pages.offload(self._lanes.held(lane)[:num_pages])
             held, copies = moved or ([], [])
-            plan.offloads += copies
+            # The last pages are given to others first, so those wait for few copies.
+            plan.offloads += reversed(copies)
         row = self._lanes.leave(lane)
         row.host_pages = held
         self._line.put_back(row)

@@ -15,9 +15,10 @@ from rollout.kv_cache import KVCache
 from rollout.request import Batch
 from rollout.slots import Streams
 
-# Where nothing is asked for, and at a time.
+# Of the host's memory, where nothing is asked for.
 _HOST_SHARE = 16
-_MOST_BYTES = 1 << 30
+# Taken at a time: pinning takes long, and rows wait for it.
+_MOST_BYTES = 1 << 29
 
 
 class Swap:
@@ -66,8 +67,8 @@ class Swap:
         if len(batch.offloads) or len(batch.restores):
             self._copy(batch)
         if self._leaving:
-            for page in batch.new_pages[:, 2].tolist():
-                event = self._leaving.pop(page, None)
+            for page in batch.new_pages[:, 2]:
+                event = self._leaving.pop(int(page), None)
                 if event is not None:
                     # ORDER: a page is given on at once, but what its next row writes waits for the
                     # copy that reads it
@@ -84,11 +85,13 @@ class Swap:
         # pages that have been given to a row that comes back
         swap.wait_event(self._streams.compute.record_event())
         with self._streams.module.stream(swap):
-            for page, host_page in batch.offloads.tolist():
-                self._host_page(host_page).copy_(self._kv_cache.page(page), non_blocking=True)
-                self._leaving[page] = swap.record_event()
-            for host_page, page in batch.restores.tolist():
-                self._kv_cache.page(page).copy_(self._host_page(host_page), non_blocking=True)
+            for page, host_page in batch.offloads:
+                data = self._kv_cache.page(int(page))
+                self._host_page(host_page).copy_(data, non_blocking=True)
+                self._leaving[int(page)] = swap.record_event()
+            for host_page, page in batch.restores:
+                data = self._kv_cache.page(int(page))
+                data.copy_(self._host_page(host_page), non_blocking=True)
             if len(batch.restores):
                 self._restored = swap.record_event()
 

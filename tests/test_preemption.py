@@ -224,7 +224,7 @@ def test_a_group_that_gives_way_is_copied_once_and_brought_back_once():
 def test_a_row_dropped_while_its_kv_comes_back_leaves_its_lane_as_if_it_had_never_been_there():
     scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=2, prefill_tokens=1), 8, 9)
     scheduler.pages.grow(1 + 8)
-    old, young = scheduler.add([make_request(seed, 1, limit) for seed, limit in enumerate((9, 15))])
+    _, young = scheduler.add([make_request(seed, 1, limit) for seed, limit in enumerate((9, 15))])
     while scheduler.num_waiting or not scheduler._lanes.arriving:
         batch = scheduler.schedule(1)
         scheduler.commit(batch, *tokens_of(batch, 5))

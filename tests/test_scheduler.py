@@ -235,10 +235,6 @@ def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
         "a beginning found",
         "reset with a batch in flight",
         "a row is preempted",
-        "a row waits for a page in its lane",
-        "offloaded",
-        "restored",
-        "no host page is left",
     ],
 )
 def test_workloads_come_by_the_hard_places(place):

@@ -123,7 +123,7 @@ def test_pieces_of_host_memory_stay_within_the_budget_when_rounded_up(budget, pa
     pieces = list(_chunk_sizes(budget, page_size))
     rounded = [1 << (pages * page_size - 1).bit_length() for pages in pieces]
     assert sum(rounded) <= budget
-    assert all(size <= 1 << 30 for size in rounded)
+    assert all(size <= 1 << 29 for size in rounded)
     if budget >= 2 * page_size:
         assert sum(pieces) * page_size > budget / 5
 
