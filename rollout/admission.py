@@ -52,6 +52,7 @@ class Admitter:
     ) -> None:
         self._lanes, self._line, self._host_pages = lanes, line, host_pages
         self._page_tokens = page_tokens
+        self._refused: tuple[Row | None, int] = (None, 0)  # and the room that it needs
 
     def admit(self, policy_version: int, plan: Plan) -> None:
         """Let in as many rows as fit."""
@@ -62,8 +63,12 @@ class Admitter:
             row = self._line.first()
             if row.in_flight:  # the token it goes on from is not known yet
                 break
+            refused, wanted = self._refused
+            if row is refused and wanted > room:  # looking at its beginning anew takes long
+                break
             claim = self._claim(row, policy_version)
             if claim.room > room:
+                self._refused = row, claim.room
                 break
             room -= claim.room
             self._line.pop()
