@@ -43,6 +43,11 @@ class RolloutConfig:
     """How long KV pages and cast weights are held under a TRL trainer. `rollout`: until TRL has
     its completions; training then has their memory. `always`: as long as the engine lives."""
 
+    offload_bytes: int | None = None
+    """Most pinned host memory for the KV of rows that were preempted because pages ran out, in
+    bytes; taken when it is needed. What does not fit is computed again; 0: everything. `None`: on a
+    GPU a sixteenth of the host's memory, on a CPU 0."""
+
     prefill_tokens: int = 8192
     """Most prompt tokens run in one engine step; longer prompts are prefilled in pieces."""
 
@@ -95,6 +100,8 @@ class RolloutConfig:
         for name in ("max_row_tokens", "kv_bytes", "train_reserve_bytes"):
             if getattr(self, name) is not None:
                 check_count(ConfigError, name, getattr(self, name))
+        if self.offload_bytes is not None:
+            check_count(ConfigError, "offload_bytes", self.offload_bytes, least=0)
         check_count(ConfigError, "num_slots", self.num_slots)
         if self.num_slots > 2:
             raise ConfigError(f"num_slots={self.num_slots}: 2 overlaps host and device, 1 does not")

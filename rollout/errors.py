@@ -6,6 +6,7 @@ RolloutError
  |- OutOfPages                            KV pages wanted, none free
  |- OutOfMemory (MemoryError)             the GPU has no memory left for a step
  |- EngineBusy                            a call that needs an idle engine
+ |- EnginePaused                          a call between pause() and resume(), or resume() alone
  |- EngineClosed                          a call after close()
  |- Unsupported (NotImplementedError)     what the engine refuses, and the way out
      |- UnsupportedModel
@@ -41,6 +42,10 @@ class OutOfMemory(RolloutError, MemoryError):
 
 class EngineBusy(RolloutError):
     """The call needs an engine without live rows."""
+
+
+class EnginePaused(RolloutError):
+    """The call needs an engine that is not paused, or `resume` one that is."""
 
 
 class EngineClosed(RolloutError):

@@ -94,6 +94,10 @@ class KVCache:
         self._data = self._pages(0)
         self._arena.release()
 
+    def page(self, index: int) -> Tensor:
+        """All that a page holds, `layout.page_shape`, in one piece of memory."""
+        return self._data[index]
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy all that a page holds, in every layer."""
         self._data[target].copy_(self._data[source])

@@ -133,7 +133,10 @@ class Batch:
         segments: Prompt tokens to prefill before decoding.
         new_pages: `(pages, 3)`: lane, index in the lane's block table, page id.
         copies: `(copies, 2)`: page to copy, and where to, between prefill and decode.
+        offloads: `(pages, 2)`: page to copy to the host, and the host page, before anything else.
+        restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.
         num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
+        num_preempted: Rows that lost their lane for want of pages.
     """
 
     rows: Ints
@@ -144,7 +147,10 @@ class Batch:
     segments: Sequence[Segment]
     new_pages: Ints
     copies: Ints
+    offloads: Ints
+    restores: Ints
     num_shared: int
+    num_preempted: int
 
     @property
     def num_prefilled(self) -> int:
@@ -162,7 +168,8 @@ class Completion:
         logprobs: Natural-log probability of each token at the row's temperature over the full
             vocabulary.
         finish_reason: Why it ended.
-        policy_version: Weights that generated its last token.
+        policy_versions: The weights that generated it: each policy version, in order, with the
+            number of tokens that are its.
         entropies: Entropy, in nats, of the distribution that each token was drawn from;
             `None` unless `RolloutConfig(entropies=True)`.
     """
@@ -171,5 +178,5 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
-    policy_version: int
+    policy_versions: list[tuple[int, int]]
     entropies: list[float] | None = None

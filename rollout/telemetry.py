@@ -15,8 +15,12 @@ class RolloutStats:
         decode_steps: Those of them in which a row decoded.
         decoded_rows: Rows summed over those steps.
         peak_pages: Most KV pages held at once.
+        peak_shared_pages: Most of them that more than one row held at once.
+        least_free_pages: Fewest KV pages that were free.
+        preemptions: Rows that lost their lane for want of pages.
+        offloaded_bytes: Bytes of their KV moved to the host.
         h2d_bytes: Bytes uploaded.
-        prefilled_tokens: Prompt tokens whose KV was computed.
+        prefilled_tokens: Prompt tokens whose KV was computed, and others that it was again.
         shared_tokens: Prompt tokens whose KV another row had, or was about to have.
         mapped_bytes: Most bytes that KV pages took.
         released_bytes: Bytes that torch gave back from its cache for them and for cast weights.
@@ -32,6 +36,10 @@ class RolloutStats:
     decode_steps: int = 0
     decoded_rows: int = 0
     peak_pages: int = 0
+    peak_shared_pages: int = 0
+    least_free_pages: int | None = None
+    preemptions: int = 0
+    offloaded_bytes: int = 0
     h2d_bytes: int = 0
     prefilled_tokens: int = 0
     shared_tokens: int = 0
@@ -54,6 +62,17 @@ class RolloutStats:
         self.peak_pages = max(self.peak_pages, num_pages)
         self.h2d_bytes += num_bytes
 
+    def paged(self, num_shared: int, num_free: int) -> None:
+        """Record the pages that several rows hold, and those that none does, as a batch begins."""
+        self.peak_shared_pages = max(self.peak_shared_pages, num_shared)
+        least = num_free if self.least_free_pages is None else self.least_free_pages
+        self.least_free_pages = min(least, num_free)
+
+    def preempted(self, num_rows: int, num_bytes: int) -> None:
+        """Record rows that lose their lane, and the bytes of KV that are moved to the host."""
+        self.preemptions += num_rows
+        self.offloaded_bytes += num_bytes
+
     def prefilled(self, num_tokens: int, num_shared: int) -> None:
         """Record the prompt tokens that a batch computes, and those that it need not."""
         self.prefilled_tokens += num_tokens
@@ -72,7 +91,7 @@ class RolloutStats:
 
     @property
     def overrun_tokens(self) -> int:
-        """Tokens computed for rows that had already finished, once every row has."""
+        """Tokens that no completion has, once every row is done: of overruns and aborted rows."""
         return self.decoded_rows - self.generated_tokens
 
     @property

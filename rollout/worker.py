@@ -15,6 +15,7 @@ from rollout.memory_plan import MemoryPlan
 from rollout.pages import TRASH_PAGE, pages_for
 from rollout.slots import SlotPair, Streams
 from rollout.support import base_of, check_model, check_placed
+from rollout.swap import Swap
 from rollout.twin import Twin
 
 
@@ -51,6 +52,7 @@ class Worker:
         self.max_row_pages = pages_for(self.max_row_tokens, config.page_tokens)
         self.kv_cache = KVCache(self.twin.kv_layout(config.page_tokens), device, pages)
         self.pages_before_sleep = 0
+        self.swap = Swap(config, self.kv_cache, self.streams, device)
         self.slots = SlotPair(
             config.num_slots,
             self.streams,
@@ -105,6 +107,7 @@ class Worker:
 
     def grow(self, num_pages: int) -> None:
         """Have `num_pages` KV pages, the trash page included; those that there are keep theirs."""
+        self.swap.join()
         with self.streams.module.stream(self.streams.compute):
             self.kv_cache.grow(num_pages)
 

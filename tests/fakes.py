@@ -10,6 +10,7 @@ from torch import Tensor
 from rollout import RolloutEngine
 from rollout.forward import Forward
 from rollout.kernels.paged_attention import gather_kv
+from rollout.request import Batch
 from rollout.slots import IOSlot
 
 
@@ -59,8 +60,13 @@ def with_lagging_device(engine: RolloutEngine) -> RolloutEngine:
             queue.pop(0)[1]()
         return wait()
 
-    run = engine.worker.graphs.run
+    def moving(batch: Batch) -> None:
+        slot = next(slot for slot in engine.slots.slots if slot.batch is batch)
+        queue.append((slot, partial(move, batch)))
+
+    run, move = engine.worker.graphs.run, engine.worker.swap.move
     engine.worker.graphs.run = lambda slot: queue.append((slot, partial(run, slot)))
+    engine.worker.swap.move = moving
     for slot in engine.slots.slots:
         slot.upload, slot.download = later(slot.upload, slot), later(slot.download, slot)
         slot.wait = partial(waiting, slot, slot.wait)

@@ -43,6 +43,14 @@ def test_a_bad_count_is_named_with_its_knob(name, value):
     assert str(caught.value) == f"{name}={value!r}: it must be a whole number of at least 1"
 
 
+@pytest.mark.parametrize("value", [-1, 1.0, NAN, "8", True])
+def test_host_memory_may_be_none_at_all(value):
+    assert [RolloutConfig(offload_bytes=n).offload_bytes for n in (None, 0, 8)] == [None, 0, 8]
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(offload_bytes=value)
+    assert str(caught.value) == f"offload_bytes={value!r}: it must be a whole number of at least 0"
+
+
 @pytest.mark.parametrize("name", ["max_rows", "page_tokens", "prefill_tokens"])
 def test_only_limits_may_be_none(name):
     with pytest.raises(ConfigError, match=f"^{name}=None: "):

@@ -152,7 +152,8 @@ def test_each_rollout_runs_on_the_weights_of_its_moment():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.05)
             (completion,) = engine.generate([prompt], sampling)
-            assert completion.policy_version == engine.policy_version == version
+            assert completion.policy_versions == [(version, len(completion.token_ids))]
+            assert engine.policy_version == version
             wanted = tiny.logprobs(model.eval(), prompt, completion.token_ids)
             assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
         engine.generate([prompt], sampling, same_weights=True)

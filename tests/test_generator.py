@@ -241,8 +241,9 @@ def test_metrics_reach_the_trainers_own_wandb_run_on_its_step(tmp_path, monkeypa
     wandb.finish()
     steps = [entry for entry in sent if "train/rollout/generated_tok_s" in entry]
     assert [entry["train/global_step"] for entry in steps] == [1, 2, 3]
-    names = ("duration_s", "kv_pages_used", "rows_live", "policy_version", "logp_gap")
-    names += ("kv_mapped_gib", "released_gib", "wake_ms", "sleep_ms")
+    pages = ("kv_pages_used", "kv_pages_shared", "kv_pages_free", "preemptions", "offloaded_gib")
+    memory = ("kv_mapped_gib", "released_gib", "wake_ms", "sleep_ms")
+    names = ("duration_s", "rows_live", "policy_version", "logp_gap", *pages, *memory)
     for entry in steps:
         assert all(f"train/rollout/{name}" in entry for name in names)
         assert "train/reward" in entry

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
@@ -13,8 +14,12 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from trl import GRPOConfig, GRPOTrainer
 
+import rollout.admission
 from rollout import OutOfMemory, RolloutConfig, RolloutEngine, SamplingParams
+from rollout.lane_table import LaneTable
+from rollout.order import Lengths
 from rollout.slots import IOSlot, Staged
+from rollout.swap import Swap
 from trainers import RolloutGenerator
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +29,12 @@ EXPERTS = ("qwen3_moe", "gpt_oss")
 # Compiling takes seconds a model: what is not about it runs the layers as they are.
 CONFIG = RolloutConfig(max_rows=LANES, page_tokens=16, prefill_tokens=64, compile_layers=False)
 A_LONG_TIME = 20_000_000  # cycles: about 10 ms, many steps of a small model
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_of_lengths(monkeypatch):
+    """The same rows are admitted in the same order each time, so that equal is to the last bit."""
+    monkeypatch.setattr(Lengths, "note", lambda *_: None)
 
 
 def on_gpu(family="qwen3", dtype=torch.float32, **changes):
@@ -399,6 +410,144 @@ def test_nothing_in_a_step_waits_but_the_one_event(family, adapters):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert rows_of(found[row] for row in sorted(found)) == wanted
+
+
+# --- memory that runs short
+
+
+def short_of_memory(monkeypatch, model, offload_bytes, pages=24, **changes):
+    """An engine that lets rows in as if none were to grow, so that many give way."""
+    monkeypatch.setattr(rollout.admission, "expected_growth", lambda *_: 0)
+    monkeypatch.setattr(LaneTable, "growth", lambda _: 0)
+    with RolloutEngine(model, CONFIG) as engine:
+        kv_bytes = (1 + pages) * engine.worker.kv_cache.layout.page_bytes
+    budget = {"kv_bytes": kv_bytes, "offload_bytes": offload_bytes}
+    return RolloutEngine(model, replace(CONFIG, **budget, **changes))
+
+
+def growing_work(count=40):
+    """Pairs of one prompt; the longest row alone takes 10 pages."""
+    prompts = [prompt for prompt in tiny.prompts(count // 2, 40, seed=7) for _ in range(2)]
+    sampling = [SamplingParams(max_new_tokens=40 + 2 * i, temperature=1.3) for i in range(count)]
+    return prompts, sampling, list(range(count))
+
+
+@pytest.mark.parametrize("offload_bytes", [0, 1 << 18, 1 << 28], ids=["none", "little", "enough"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_gave_way_score_as_the_trainer_does(dtype, offload_bytes, monkeypatch):
+    model = on_gpu(dtype=dtype)
+    prompts, sampling, seeds = growing_work()
+    with short_of_memory(monkeypatch, model, offload_bytes) as engine:
+        completions = engine.generate(prompts, sampling, seeds)
+        stats = engine.stats
+        assert engine.worker.graphs.num_eager == 0
+        assert engine.worker.swap.host_bytes <= offload_bytes
+        engine.scheduler.check()
+    assert stats.preemptions > 10
+    assert (stats.offloaded_bytes > 0) == (offload_bytes > 0)
+    gap = gaps(model, prompts, completions, 1.3)
+    if dtype == torch.float32:
+        assert gap.max() < 1e-4
+    else:
+        assert gap.mean() < 0.01
+        assert gap.max() < 0.05
+
+
+def test_pages_come_back_byte_for_byte(monkeypatch):
+    with short_of_memory(monkeypatch, on_gpu(dtype=torch.bfloat16), 1 << 28) as engine:
+        swap, cache = engine.worker.swap, engine.worker.kv_cache
+        copy, left, num_back = swap._copy, {}, 0
+
+        def checked(batch):
+            nonlocal num_back
+            torch.cuda.synchronize()
+            left.update((host, cache.page(page).clone()) for page, host in batch.offloads.tolist())
+            copy(batch)
+            torch.cuda.synchronize()
+            for host, page in batch.restores.tolist():
+                assert torch.equal(cache.page(page), left[host])
+                num_back += 1
+
+        swap._copy = checked
+        engine.generate(*growing_work())
+        assert num_back > 50
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("slow", ["copies", "batches"])
+def test_slow_copies_of_pages_and_slow_batches_beside_them_change_no_token(
+    slow, num_slots, monkeypatch
+):
+    """Pages are handed on, and rows brought back, while copies and batches lag behind."""
+
+    def generated():
+        with short_of_memory(monkeypatch, on_gpu(), 1 << 28, num_slots=num_slots) as engine:
+            rows = rows_of(engine.generate(*growing_work()))
+            assert engine.stats.offloaded_bytes > 0
+            return rows
+
+    wanted = generated()
+    copy, computing = Swap._copy, IOSlot.computing
+
+    def slow_copy(self, batch):
+        with torch.cuda.stream(self._streams.swap):
+            torch.cuda._sleep(A_LONG_TIME // 10)
+        copy(self, batch)
+
+    @contextmanager
+    def slow_computing(self):
+        with computing(self):
+            torch.cuda._sleep(A_LONG_TIME // 10)
+            yield
+            torch.cuda._sleep(A_LONG_TIME // 10)
+
+    if slow == "copies":
+        monkeypatch.setattr(Swap, "_copy", slow_copy)
+    else:
+        monkeypatch.setattr(IOSlot, "computing", slow_computing)
+    assert generated() == wanted
+
+
+def test_nothing_waits_but_the_one_event_when_rows_give_way(monkeypatch):
+    with short_of_memory(monkeypatch, on_gpu(), 1 << 28) as engine:
+        wanted = rows_of(engine.generate(*growing_work()))  # captures, and takes host memory
+        for prompt, sampling, seed in zip(*growing_work(), strict=True):
+            engine.submit(prompt, sampling, seed, same_weights=True)
+        found = {}
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            while engine.busy:
+                found.update((completion.row, completion) for completion in engine.step())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.stats.offloaded_bytes > 0
+    assert [found[row].token_ids for row in sorted(found)] == [tokens for tokens, _ in wanted]
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_rows_that_gave_way_go_on_under_new_weights(kv, monkeypatch):
+    model = on_gpu()
+    prompts, sampling, seeds = growing_work()
+    with short_of_memory(monkeypatch, model, 1 << 28) as engine:
+        done = {}
+        for completion in engine.stream(prompts, sampling, seeds):
+            done[completion.row] = completion
+            if len(done) == 5:
+                engine.pause()
+                for parameter in model.parameters():
+                    parameter.data.mul_(1.05)
+                engine.resume(kv)
+        engine.scheduler.check()
+    spans = [done[row].policy_versions for row in sorted(done)]
+    assert len(spans) == len(prompts)
+    assert any(len(span) == 2 for span in spans)
+    if kv == "recompute":
+        tails = [
+            gaps(model, [prompt], [done[row]], 1.3)[-span[-1][1] :]
+            for (row, prompt), span in zip(enumerate(prompts), spans, strict=True)
+            if span[-1][0] == 2
+        ]
+        assert torch.cat(tails).max() < 1e-4
 
 
 def test_rows_are_the_same_with_one_slot_and_other_lanes():

@@ -15,9 +15,11 @@ import rollout.slots
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.forward import Forward, Lanes
 from rollout.kv_cache import KVCache
+from rollout.lane_table import LaneTable
 from rollout.pages import TRASH_PAGE
 from rollout.twin import Twin
 
+STREAMS = ["h2d", "compute", "d2h", "swap"]
 SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9}
 
 
@@ -53,7 +55,7 @@ class Recorder:
 
     def __init__(self):
         self.log: list[tuple] = []
-        self.names = ["h2d", "compute", "d2h"]
+        self.names = list(STREAMS)
         self.running = self.trainer = self.make_stream("trainer")
 
     def make_stream(self, name):
@@ -119,6 +121,7 @@ def recorded(monkeypatch):
 
     logged(rollout.slots.Staged, "upload", "copy in")
     logged(KVCache, "grow", "KV")
+    logged(KVCache, "page", "page")
     logged(Twin, "refresh", "weights")
     logged(Lanes, "admit", "lane state")
     logged(Forward, "prefill", "KV")
@@ -186,7 +189,7 @@ def test_a_rollout_follows_the_trainer_and_the_trainer_follows_it(recorded):
     log = recorder.log
     # At the start: an event on the trainer's stream, for which compute waits.
     assert (log[0][0], log[0][2]) == ("record", "trainer")
-    assert log[1:4] == [("wait", log[0][1], stream) for stream in ("h2d", "compute", "d2h")]
+    assert log[1:5] == [("wait", log[0][1], stream) for stream in STREAMS]
     # At the end: an event on compute behind the last batch, for which the trainer waits.
     assert (log[-2][0], log[-2][2]) == ("record", "compute")
     assert log[-1] == ("wait", log[-2][1], "trainer")
@@ -203,12 +206,13 @@ def test_after_a_failure_the_host_waits_for_every_stream_before_the_trainer_goes
     setattr(engine.worker.graphs.forward, failing, None)
     with pytest.raises(TypeError):
         engine.generate(*work())
-    end = recorder.log[-8:]
-    drained = [(entry[0], entry[-1]) for entry in end[:6] if entry[0] == "record"]
-    assert drained == [("record", "h2d"), ("record", "compute"), ("record", "d2h")]
-    assert [entry[1] for entry in end[:6:2]] == [entry[1] for entry in end[1:6:2]]
-    assert {entry[0] for entry in end[1:6:2]} == {"host"}
-    assert (end[6][0], end[6][2], end[7][0], end[7][2]) == ("record", "compute", "wait", "trainer")
+    *end, copied, joined, record, wait = recorder.log[-12:]
+    drained = [(entry[0], entry[-1]) for entry in end if entry[0] == "record"]
+    assert drained == [("record", stream) for stream in STREAMS]
+    assert [entry[1] for entry in end[::2]] == [entry[1] for entry in end[1::2]]
+    assert {entry[0] for entry in end[1::2]} == {"host"}
+    assert (copied[0], copied[2], joined[0], joined[2]) == ("record", "swap", "wait", "compute")
+    assert (record[0], record[2], wait[0], wait[2]) == ("record", "compute", "wait", "trainer")
 
 
 def test_in_a_pause_the_streams_change_places_and_back(recorded):
@@ -217,13 +221,15 @@ def test_in_a_pause_the_streams_change_places_and_back(recorded):
     engine.step()
     recorder.log.clear()
     with engine.paused():
-        (record, wait), recorder.log[:] = recorder.log[:], []
+        (copied, joined, record, wait), recorder.log[:] = recorder.log[:], []
+        assert (copied[0], copied[2]) == ("record", "swap")
+        assert joined == ("wait", copied[1], "compute")
         assert (record[0], record[2]) == ("record", "compute")
         assert wait == ("wait", record[1], "trainer")
     log = recorder.log
     assert (log[0][0], log[0][2]) == ("record", "trainer")
-    assert log[1:4] == [("wait", log[0][1], stream) for stream in ("h2d", "compute", "d2h")]
-    assert log[4] == ("weights", "compute")
+    assert log[1:5] == [("wait", log[0][1], stream) for stream in STREAMS]
+    assert log[5] == ("weights", "compute")
 
 
 def test_a_pause_of_an_idle_engine_leaves_nothing_behind_the_trainers_back(recorded):
@@ -232,6 +238,46 @@ def test_a_pause_of_an_idle_engine_leaves_nothing_behind_the_trainers_back(recor
         recorder.log.clear()
     assert (recorder.log[-2][0], recorder.log[-2][2]) == ("record", "compute")
     assert recorder.log[-1] == ("wait", recorder.log[-2][1], "trainer")
+
+
+def test_pages_move_behind_the_last_batch_and_before_whoever_needs_them(recorded, monkeypatch):
+    """Rule 2."""
+    engine, recorder = recorded
+    recorder.names = list(STREAMS)
+    page_bytes = engine.worker.kv_cache.layout.page_bytes
+    config = RolloutConfig(max_rows=6, page_tokens=4, kv_bytes=21 * page_bytes, offload_bytes=2**30)
+    monkeypatch.setattr(LaneTable, "growth", lambda _: 0)  # so that rows soon give way
+    engine = RolloutEngine(tiny.build(), config)
+    log, move, leaving, back, num_waits = recorder.log, engine.worker.swap.move, {}, [], 0
+
+    def checked(batch):
+        nonlocal num_waits
+        start = len(log)
+        move(batch)
+        entries, came_back = log[start:], back[:]
+        copies = len(batch.offloads) + len(batch.restores)
+        if copies:
+            first = entries.index(("page", "swap"))
+            (record, wait) = entries[first - 2 : first]
+            assert (record[0], record[2]) == ("record", "compute")
+            assert wait == ("wait", record[1], "swap")
+            assert entries.count(("page", "swap")) == copies
+        recorded = [entry[1] for entry in entries if entry[0] == "record" and entry[2] == "swap"]
+        leaving.update(zip(batch.offloads[:, 0].tolist(), recorded, strict=False))
+        back[:] = recorded[-1:] if len(batch.restores) else []
+        awaited = [entry[1] for entry in entries if entry[0] == "wait" and entry[2] == "compute"]
+        handed_on = [
+            leaving.pop(page) for page in batch.new_pages[:, 2].tolist() if page in leaving
+        ]
+        assert set(awaited) == {*came_back, *handed_on}
+        num_waits += len(awaited)
+
+    engine.worker.swap.move = checked
+    prompts = tiny.prompts(8, seed=3)
+    engine.generate(prompts, [SamplingParams(max_new_tokens=20 + i) for i in range(8)])
+    assert engine.stats.preemptions > 3
+    assert num_waits > 20
+    assert ("page", "compute") not in log
 
 
 def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():

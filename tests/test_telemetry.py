@@ -31,6 +31,17 @@ def test_launches_add_up_and_pages_peak():
     assert stats.rows_live == 3.0
 
 
+def test_the_tightest_moment_of_memory_is_kept_and_preemptions_add_up():
+    stats = RolloutStats()
+    assert stats.least_free_pages is None
+    for num_shared, num_free in [(3, 9), (5, 0), (2, 7)]:
+        stats.paged(num_shared, num_free)
+    for num_rows, num_bytes in [(0, 0), (2, 512), (1, 0)]:
+        stats.preempted(num_rows, num_bytes)
+    assert (stats.peak_shared_pages, stats.least_free_pages) == (5, 0)
+    assert (stats.preemptions, stats.offloaded_bytes) == (3, 512)
+
+
 def test_duration_runs_to_the_last_settled_step(clock):
     stats = RolloutStats(_began=clock[0])
     clock[0] += 2.0

@@ -15,7 +15,7 @@ _SAMPLED_ROWS = 2
 
 
 def log_rollout(trainer: Any, stats: RolloutStats) -> None:
-    """Log what one rollout did.
+    """Log what one rollout did. Pages are those of its tightest moment.
 
     Args:
         trainer: The TRL trainer that asked for it.
@@ -24,6 +24,10 @@ def log_rollout(trainer: Any, stats: RolloutStats) -> None:
     _append(trainer, "rollout/generated_tok_s", stats.tokens_per_s)
     _append(trainer, "rollout/duration_s", stats.duration_s)
     _append(trainer, "rollout/kv_pages_used", stats.peak_pages)
+    _append(trainer, "rollout/kv_pages_shared", stats.peak_shared_pages)
+    _append(trainer, "rollout/kv_pages_free", stats.least_free_pages or 0)
+    _append(trainer, "rollout/preemptions", stats.preemptions)
+    _append(trainer, "rollout/offloaded_gib", stats.offloaded_bytes / 2**30)
     _append(trainer, "rollout/rows_live", stats.rows_live)
     _append(trainer, "rollout/prefix_hit_rate", stats.prefix_hit_rate)
     _append(trainer, "rollout/policy_version", stats.policy_version)

@@ -1,0 +1,179 @@
+"""What the host knows of each lane, in arrays that are updated for all rows at once."""
+
+from typing import TypeVar
+
+import numpy as np
+
+from rollout.config import RolloutConfig
+from rollout.pages import PageAllocator
+from rollout.prefixes import page_keys
+from rollout.prompts import Prompts
+from rollout.request import Floats, Ints
+from rollout.row import Row
+from rollout.token_log import TokenLog, extend
+
+NO_ROW = NO_TOKEN = -1
+
+Number = TypeVar("Number", int, Ints)
+
+
+class LaneTable:
+    """Rows in lanes, the pages they hold, and the prompts they have.
+
+    Arrays are by lane, `(lanes,)`; a free lane holds zeros and `NO_ROW`.
+
+    Args:
+        config: `max_rows` lanes, `page_tokens`.
+        max_row_pages: Pages of the longest row: the width of a block table.
+    """
+
+    def __init__(self, config: RolloutConfig, max_row_pages: int) -> None:
+        num_lanes, self._page_tokens = config.max_rows, config.page_tokens
+        self.pages = PageAllocator()
+        self.prompts = Prompts()
+        self.rows: dict[int, Row] = {}
+        self.free = list(range(num_lanes - 1, -1, -1))
+        self.arriving: set[int] = set()  # lanes whose KV is on its way back from the host
+        self.row = np.full(num_lanes, NO_ROW, np.int64)
+        self.ready = np.zeros(num_lanes, bool)
+        self.position = np.zeros(num_lanes, np.int64)
+        self.num_launched = np.zeros(num_lanes, np.int64)
+        self.num_settled = np.zeros(num_lanes, np.int64)
+        self.max_new = np.zeros(num_lanes, np.int64)
+        self.expected_new = np.zeros(num_lanes, np.int64)
+        self.num_pages = np.zeros(num_lanes, np.int64)
+        self.age = np.zeros(num_lanes, np.int64)
+        self.block_table = np.zeros((num_lanes, max_row_pages), np.int64)
+        self._eos = np.full((num_lanes, 1), NO_TOKEN, np.int64)
+        self._log = TokenLog(num_lanes, config.num_scores)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def running(self) -> tuple[Ints, Ints]:
+        """Lanes that can decode next, and those that could if they had one page more."""
+        # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS overruns
+        running = self.ready & (self.num_launched < self.max_new)
+        has_page = self.position < self.num_pages * self._page_tokens
+        return (running & has_page).nonzero()[0], (running & ~has_page).nonzero()[0]
+
+    def growth(self) -> int:
+        """Pages that the rows in lanes are expected to need besides those that they hold."""
+        state = self.position, self.num_launched, self.max_new, self.expected_new
+        return int(expected_growth(*state, self.num_pages, self._page_tokens).sum())
+
+    def youngest(self) -> int:
+        """The lane of the row that was admitted last."""
+        return int(np.where(self.row == NO_ROW, -1, self.age).argmax())
+
+    def enter(self, row: Row) -> int:
+        """Give a row a free lane. It holds no page yet, and is not ready."""
+        lane, sampling = self.free.pop(), row.request.sampling
+        self.rows[lane] = row
+        self.row[lane], self.age[lane] = row.id, row.age
+        self.position[lane] = row.num_tokens - 1
+        self.num_launched[lane] = self.num_settled[lane] = len(row.tokens)
+        self.max_new[lane] = sampling.max_new_tokens
+        self.expected_new[lane] = row.expected_new
+        self._eos = extend(self._eos.T, len(sampling.eos_token_ids), NO_TOKEN).T
+        self._eos[lane] = NO_TOKEN
+        self._eos[lane, : len(sampling.eos_token_ids)] = sampling.eos_token_ids
+        self._log.enter(lane, row)
+        return lane
+
+    def leave(self, lane: int) -> Row:
+        """Take a row out of its lane, with its tokens, and give up all that it holds.
+
+        A batch in flight may still run it, and write into its pages.
+        """
+        row = self.rows.pop(lane)
+        row.num_launched = int(self.num_launched[lane])
+        self._log.leave(lane, self.num_settled[lane], row)
+        # ORDER: lanes and pages are touched on the compute stream alone, or behind it, so whatever
+        # reuses them is launched behind the batch in flight
+        self.prompts.leave(lane)
+        self.pages.free(self.held(lane))
+        self.free.append(lane)
+        self.arriving.discard(lane)
+        self.row[lane], self.ready[lane] = NO_ROW, False
+        for array in (self.position, self.num_launched, self.num_settled, self.max_new):
+            array[lane] = 0
+        self.expected_new[lane] = self.num_pages[lane] = 0
+        return row
+
+    def held(self, lane: int) -> Ints:
+        """The pages that a lane's row holds, in order."""
+        return self.block_table[lane, : self.num_pages[lane]]
+
+    def take_pages(self, lane: int, pages: Ints) -> Ints:
+        """Put pages into a lane's empty block table. Returns `(pages, 3)`, as in `Batch`."""
+        count = self.num_pages[lane] = len(pages)
+        self.block_table[lane, :count] = pages
+        table = np.empty((count, 3), np.int64)
+        table[:, 0], table[:, 1], table[:, 2] = lane, np.arange(count), pages
+        return table
+
+    def take_page(self, lanes: Ints) -> Ints:
+        """Give each of `lanes` one page more. Returns `(pages, 3)`, as in `Batch`."""
+        pages, index = self.pages.allocate(len(lanes)), self.num_pages[lanes]
+        self.block_table[lanes, index] = pages
+        self.num_pages[lanes] += 1
+        return np.stack([lanes, index, pages], axis=1)
+
+    def settle(
+        self, lanes: Ints, tokens: Ints, scores: Floats, policy_version: int
+    ) -> tuple[Ints, Ints]:
+        """Record each lane's token; lanes whose row that ends, by EOS, and by its length."""
+        settled = self.num_settled[lanes]
+        self._log.record(lanes, settled, tokens, scores, policy_version)
+        self.num_settled[lanes] = settled + 1
+        stop = (self._eos[lanes] == tokens[:, None]).any(axis=1)
+        return lanes[stop], lanes[~stop & (settled + 1 == self.max_new[lanes])]
+
+    def enter_prefixes(self, lane: int, policy_version: int) -> None:
+        """Let later rows find the pages that a row's tokens fill wholly."""
+        row = self.rows[lane]
+        if row.policy_version == policy_version:
+            # ORDER: a page is entered only with tokens whose KV is written, or queued to be; that
+            # of the last sampled token is not
+            tokens = self._log.tokens(lane, self.num_settled[lane])
+            written = np.concatenate([row.request.prompt, tokens])[:-1]
+            keys = page_keys(written, self._page_tokens)
+            self.pages.prefixes.add(keys, self.held(lane).tolist())
+
+    def check(self) -> None:
+        """Assert what always holds between steps: every page and every lane has one owner."""
+        self.pages.check(np.concatenate([self.held(lane) for lane in range(len(self.row))]))
+        assert sorted(self.free) == list(np.flatnonzero(self.row == NO_ROW))
+        assert sorted(self.rows) == list(np.flatnonzero(self.row != NO_ROW))
+
+
+def expected_growth(
+    position: Number,
+    launched: Number,
+    max_new: Number,
+    expected_new: Number,
+    held: Number,
+    page: int,
+) -> Number:
+    """Pages that a row, or each of many, is expected to need besides those it holds.
+
+    A row goes on to the length that is expected of it; where none is, or it is past that, for half
+    of what it still may. So no more than the longest that it can become is ever counted.
+
+    Args:
+        position: Tokens that have KV.
+        launched: Tokens generated.
+        max_new: Most tokens to generate.
+        expected_new: Tokens that it is expected to generate, or 0.
+        held: Pages that it holds.
+        page: Tokens in a page.
+
+    Example:
+        >>> expected_growth(7, 0, 64, 0, 2, 4), expected_growth(7, 0, 64, 12, 2, 4)
+        (8, 3)
+    """
+    known, unknown = expected_new - launched, -((launched - max_new) // 2)
+    more = known * (known > 0) + unknown * (known <= 0)
+    growth = -(-(position + more) // page) - held
+    return growth * (growth > 0)

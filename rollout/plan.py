@@ -1,0 +1,54 @@
+"""A batch in the making: what is put together until it is launched."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.request import Admission, Batch, Ints, Segment
+from rollout.row import Row
+
+_NO_PAGES = np.empty((0, 3), np.int64)
+
+
+@dataclass(eq=False)
+class Plan:
+    """What the next batch is to do; the fields are those of `Batch`."""
+
+    admission: Admission = field(default_factory=Admission)
+    new_pages: list[Ints] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    offloads: list[tuple[int, int]] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    num_shared: int = 0
+    num_preempted: int = 0
+
+    def admit(self, lane: int, row: Row) -> None:
+        """A row enters a lane: its last token is the input of its first decode step there."""
+        tokens = row.tokens if len(row.tokens) else row.request.prompt
+        self.admission.lanes.append(lane)
+        self.admission.tokens.append(int(tokens[-1]))
+        self.admission.positions.append(row.num_tokens - 1)
+        self.admission.seeds.append(row.request.seed)
+        self.admission.temperatures.append(row.request.sampling.temperature)
+
+    def batch(self, rows: Ints, lanes: Ints, max_context: int, policy_version: int) -> Batch:
+        """The batch, with the rows that decode."""
+        return Batch(
+            rows=rows,
+            lanes=lanes,
+            policy_version=policy_version,
+            max_context=max_context,
+            admission=self.admission,
+            segments=self.segments,
+            new_pages=np.concatenate(self.new_pages) if self.new_pages else _NO_PAGES,
+            copies=_pairs(self.copies),
+            offloads=_pairs(self.offloads),
+            restores=_pairs(self.restores),
+            num_shared=self.num_shared,
+            num_preempted=self.num_preempted,
+        )
+
+
+def _pairs(pages: list[tuple[int, int]]) -> Ints:
+    return np.array(pages, np.int64).reshape(-1, 2)

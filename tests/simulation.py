@@ -1,0 +1,458 @@
+"""A device that keeps stamps, workloads for it, and the loop of `RolloutEngine.step` without torch.
+
+It stamps every KV entry with whose it is, so that a page handed to two rows, or reused too early,
+is seen by the first row that reads it.
+"""
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from rollout.config import RolloutConfig
+from rollout.pages import TRASH_PAGE, pages_for
+from rollout.request import Batch, Completion, FinishReason, Request, SamplingParams
+from rollout.scheduler import Scheduler
+from rollout.telemetry import RolloutStats
+
+VOCAB = 12
+EOS_SETS = [(), (VOCAB,), (3,), (0, 5, 8, 9), tuple(range(VOCAB))]  # never ... at once
+MAX_PAGES = 300  # more than any workload below can take
+
+# Each property sees this many workloads; they add up to thousands.
+many = settings(max_examples=3 * settings.default.max_examples)
+depths = st.sampled_from([1, 2])
+
+
+# --- the model, and what it makes of a row
+
+
+def next_token(seed: int, position: int, token: int) -> int:
+    """The model: one row's next token, from nothing but that row."""
+    return hash((seed, position, token)) % VOCAB
+
+
+def logprob(seed: int, position: int, temperature: float) -> float:
+    return -(hash((seed, position)) % 97) / 8 - temperature  # exact in float32
+
+
+def expected(request: Request) -> tuple[list[int], list[float], FinishReason]:
+    """Tokens, log-probabilities and finish reason of a row generated on its own."""
+    seed, sampling = request.seed, request.sampling
+    tokens, logprobs, token = [], [], int(request.prompt[-1])
+    for position in range(len(request.prompt), request.max_tokens):
+        token = next_token(seed, position, token)
+        tokens.append(token)
+        logprobs.append(logprob(seed, position, sampling.temperature))
+        if token in sampling.eos_token_ids:
+            return tokens, logprobs, FinishReason.STOP
+    return tokens, logprobs, FinishReason.LENGTH
+
+
+def outcome(completion: Completion) -> tuple[list[int], list[float], FinishReason]:
+    return completion.token_ids, completion.logprobs, completion.finish_reason
+
+
+# --- the device
+
+
+class Device:
+    """Runs whole batches in launch order and knows only what they told it, like the real one.
+
+    It tells rows apart by their seed, and refuses to attend to an entry that the row did not
+    write itself.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, max_row_pages: int, requests: list[Request] | None = None
+    ) -> None:
+        num_lanes, self.page_tokens = config.max_rows, config.page_tokens
+        self.prompts = {r.seed: r.prompt[:-1].tolist() for r in requests or []}
+        self.rows = {r.seed: r.prompt.tolist() + expected(r)[0] for r in requests or []}
+        self.tokens, self.positions, self.seeds = np.full((3, num_lanes), -1)
+        self.temperatures = np.full(num_lanes, np.nan)
+        self.block_table = np.full((num_lanes, max_row_pages), TRASH_PAGE)
+        # Seed, position, token, policy version.
+        self.stamps = np.full((MAX_PAGES, self.page_tokens, 4), -1)
+        self.host: dict[int, np.ndarray] = {}  # host page -> stamps
+        self.versions: dict[int, int] = {}  # seed -> policy version that its KV is no older than
+        self.written: dict[int, int | None] = {}  # seed -> next position to write
+        self.leaving: list[list[int]] = []  # page, host page: copies that are still to run
+        self.resumed: set[int] = set()
+        self.renewed: set[int] = set()  # seeds whose KV is to be computed again
+
+    def run(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        self.version = batch.policy_version
+        self.leaving += batch.offloads.tolist()
+        self.let_leave(batch.new_pages[:, 2])
+        early = batch.max_context % 2  # they run beside the batch
+        if early:
+            self.restore(batch)
+        self.admit(batch)
+        for segment in batch.segments:
+            stop = segment.start + len(segment.tokens)
+            for position, token in zip(range(segment.start, stop), segment.tokens, strict=True):
+                self.write(segment.lane, position, int(token))
+            self.attend(segment.lane, stop)
+        for source, target in batch.copies:
+            assert TRASH_PAGE not in (source, target)
+            self.stamps[target] = self.stamps[source]
+        result = self.decode(batch)
+        if not early:
+            self.restore(batch)
+        return result
+
+    def let_leave(self, pages: np.ndarray) -> None:
+        """Run copies to the host in order, as late as `pages`, or all, allow."""
+        while any(page in pages for page, _ in self.leaving):
+            page, host_page = self.leaving.pop(0)
+            self.host[host_page] = self.stamps[page].copy()
+
+    def restore(self, batch: Batch) -> None:
+        if len(batch.restores):
+            self.let_leave(np.array([page for page, _ in self.leaving]))
+        for host_page, page in batch.restores.tolist():
+            self.stamps[page] = self.host[host_page]
+
+    def admit(self, batch: Batch) -> None:
+        admission = batch.admission
+        self.tokens[admission.lanes] = admission.tokens
+        self.positions[admission.lanes] = admission.positions
+        self.seeds[admission.lanes] = admission.seeds
+        self.temperatures[admission.lanes] = admission.temperatures
+        self.resumed |= self.written.keys() & set(admission.seeds)
+        self.written.update((seed, None) for seed in admission.seeds)
+        for seed in admission.seeds:
+            if seed in self.renewed or seed not in self.versions:
+                self.versions[seed] = batch.policy_version
+        self.renewed -= set(admission.seeds)
+        self.block_table[admission.lanes] = TRASH_PAGE  # so that a missing page is noticed
+        lanes, index, pages = batch.new_pages.T
+        self.block_table[lanes, index] = pages
+
+    def decode(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        contexts = [int(self.positions[lane]) + 1 for lane in batch.lanes]
+        assert not contexts or max(contexts) == batch.max_context
+        for lane in batch.lanes:  # every row writes before any row reads, as in a layer
+            self.write(lane, int(self.positions[lane]), int(self.tokens[lane]))
+        for lane, context in zip(batch.lanes, contexts, strict=True):
+            self.attend(lane, context)
+        self.positions[batch.lanes] += 1
+        sampled = [self.sample(lane) for lane in batch.lanes]
+        tokens = np.array([token for token, _ in sampled], np.int64)
+        self.tokens[batch.lanes] = tokens  # the carry-over: the host has not seen them yet
+        return tokens, np.array([logprob for _, logprob in sampled], np.float32)[:, None]
+
+    def sample(self, lane: int) -> tuple[int, float]:
+        seed, position = int(self.seeds[lane]), int(self.positions[lane])
+        token = next_token(seed, position, int(self.tokens[lane]))
+        return token, logprob(seed, position, float(self.temperatures[lane]))
+
+    def write(self, lane: int, position: int, token: int) -> None:
+        page = self.block_table[lane, position // self.page_tokens]
+        assert page != TRASH_PAGE, "a running row writes to the trash page"
+        seed = int(self.seeds[lane])
+        if self.written[seed] is None:  # what comes before is another row's, or was there before
+            self.written[seed] = position
+        assert position == self.written[seed], "a position was skipped or written twice"
+        self.written[seed] += 1
+        self.stamps[page, position % self.page_tokens] = seed, position, token, self.version
+
+    def attend(self, lane: int, context: int) -> None:
+        positions, seed = np.arange(context), int(self.seeds[lane])
+        pages = self.block_table[lane, positions // self.page_tokens]
+        stamps = self.stamps[pages, positions % self.page_tokens]
+        assert (stamps[:, 3] >= self.versions.get(seed, -1)).all(), "KV of old weights is shared"
+        # A prompt's KV may be another row's of the same prompt: the tokens tell prompts apart.
+        own = stamps[len(self.prompts.get(seed, ())) :, 0]
+        if seed not in self.resumed:
+            assert (own == seed).all(), f"row {seed} reads another row's KV: {stamps[:, 0]}"
+        assert (stamps[:, 1] == positions).all()
+        wanted = self.rows.get(seed, [])[:context]  # an overrun goes on past the end
+        assert stamps[: len(wanted), 2].tolist() == wanted
+
+
+# --- workloads, and the loop that runs them
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows with the step each arrives at, and how much room they get.
+
+    `spare_pages` are on top of what the longest row needs, at the start and after each of
+    `growths`; steps count from 0.
+    """
+
+    config: RolloutConfig
+    requests: list[Request]
+    arrivals: list[int]
+    spare_pages: int
+    growths: dict[int, int]
+    reset_step: int | None
+    num_host_pages: int = 0
+
+    @property
+    def max_row_pages(self) -> int:
+        longest = max(request.max_tokens for request in self.requests)
+        return pages_for(longest - 1, self.config.page_tokens)
+
+
+def make_request(
+    seed: int, num_prompt: int, max_new: int, group: int | None = None, **sampling
+) -> Request:
+    # No two prompt tokens are alike, but for rows of one group.
+    prompt = 1000 * ((seed if group is None else group) + 1) + np.arange(num_prompt)
+    return Request(prompt, SamplingParams(max_new_tokens=max_new, **sampling), seed)
+
+
+@st.composite
+def workloads(draw, *, resets=False, max_spare_pages=12) -> Workload:
+    """Up to 14 rows that arrive while others run, on 1 to 5 lanes."""
+    config = RolloutConfig(
+        max_rows=draw(st.integers(1, 5)),
+        page_tokens=draw(st.integers(1, 6)),
+        prefill_tokens=draw(st.integers(1, 20)),
+    )
+    rows = st.tuples(
+        st.integers(1, 14),  # prompt
+        st.integers(1, 14),  # max_new_tokens
+        st.sampled_from(EOS_SETS),
+        st.sampled_from([0.0, 0.5, 1.0]),  # temperature
+        st.sampled_from([0, 0, 0, 0, 1, 3, 9]),  # steps after the row before
+        st.sampled_from([None, None, 20, 20, 21]),  # group
+        st.sampled_from([None, None, 0, 3, 5]),  # the row whose next turn it is
+    )
+    requests, arrivals = [], []
+    for seed, (num_prompt, max_new, eos, temperature, gap, group, turn_of) in enumerate(
+        draw(st.lists(rows, min_size=1, max_size=14))
+    ):
+        sampling = {"eos_token_ids": eos, "temperature": temperature}
+        num_prompt = num_prompt if group is None else 5 + 4 * (group - 20)
+        requests.append(make_request(seed, num_prompt, max_new, group, **sampling))
+        if turn_of is not None and turn_of < seed:
+            before = requests[turn_of]
+            turn = [*before.prompt, *expected(before)[0], 7_000_000 + seed]
+            requests[-1] = replace(requests[-1], prompt=np.array(turn[-40:]))
+        arrivals.append(arrivals[-1] + gap if arrivals else 0)
+    return Workload(
+        config,
+        requests,
+        arrivals,
+        spare_pages=draw(st.integers(0, max_spare_pages)),
+        growths=draw(st.dictionaries(st.integers(0, 20), st.integers(1, 30), max_size=2)),
+        reset_step=draw(st.integers(0, 15)) if resets else None,
+        num_host_pages=draw(st.sampled_from([0, 0, 2, 5, 100])),
+    )
+
+
+class Rollout:
+    """`RolloutEngine.step` without torch, and the books that another accountant would keep."""
+
+    def __init__(self, work: Workload, depth: int) -> None:
+        self.work = work
+        self.scheduler = Scheduler(work.config, work.max_row_pages, work.num_host_pages)
+        self.grow(work.spare_pages)
+        self.device = Device(work.config, work.max_row_pages, work.requests)
+        self.slots: list[Batch | None] = [None] * depth
+        self.turn = self.num_steps = 0
+        self.stats = RolloutStats()
+        self.requests: dict[int, Request] = {}  # by row, as everything below
+        self.queue: list[int] = []
+        self.row_of: dict[int, int] = {}  # seed -> row
+        self.row_in: dict[int, int] = {}  # lane -> row
+        self.pages: dict[int, list[int]] = {}
+        self.admitted: list[int] = []
+        self.preempted: set[int] = set()
+        self.num_launched: Counter[int] = Counter()
+        self.prefills: defaultdict[int, list[int]] = defaultdict(list)
+        self.batches: list[Batch] = []
+        self.completions: dict[int, Completion] = {}
+        self.settled_under_decode: set[int] = set()  # ended while a batch that decodes is in flight
+        self.seen: set[str] = set()
+
+    def run(self) -> "Rollout":
+        arrivals = deque(zip(self.work.arrivals, self.work.requests, strict=True))
+        while arrivals or self.busy:
+            while arrivals and arrivals[0][0] <= self.num_steps:
+                self.add(arrivals.popleft()[1])
+            self.grow(self.work.growths.get(self.num_steps, 0))
+            if self.num_steps == self.work.reset_step:
+                self.reset()
+            self.step()
+            self.check()
+            self.num_steps += 1
+        return self
+
+    @property
+    def policy_version(self) -> int:
+        return self.num_steps // 6
+
+    @property
+    def busy(self) -> bool:
+        rows = self.scheduler.num_live + self.scheduler.num_waiting
+        return rows > 0 or any(batch is not None for batch in self.slots)
+
+    def grow(self, spare_pages: int) -> None:
+        self.scheduler.pages.grow(1 + self.work.max_row_pages + spare_pages)
+
+    def add(self, request: Request) -> None:
+        (row,) = self.scheduler.add([request])
+        assert row not in self.requests
+        self.requests[row] = request
+        self.row_of[request.seed] = row
+        self.queue.append(row)
+
+    def step(self) -> None:
+        """Launch a batch, then settle the one before; with one slot that is the same batch."""
+        self.turn = (self.turn + 1) % len(self.slots)
+        batch = self.scheduler.schedule(self.policy_version)
+        if batch is not None:
+            self.launch(batch)
+            self.slots[self.turn] = batch
+        previous, self.slots[self.turn - 1] = self.slots[self.turn - 1], None
+        assert batch or previous or not self.busy, "rows wait, and nothing will free a page"
+        if previous is not None:
+            self.settle(previous)
+
+    def launch(self, batch: Batch) -> None:
+        self.batches.append(batch)
+        assert batch.policy_version == self.policy_version
+        self.book_preemption(batch)
+        self.book_admission(batch)
+        self.book_pages(batch)
+        for segment in batch.segments:
+            self.prefills[self.row_in[segment.lane]] += segment.tokens.tolist()
+        lanes = batch.lanes.tolist()
+        assert len(set(lanes)) == len(lanes)
+        assert batch.rows.tolist() == [self.row_in[lane] for lane in lanes]
+        self.num_launched.update(batch.rows.tolist())
+        _, growing = self.scheduler._lanes.running()
+        if not batch.segments and set(growing.tolist()) - set(lanes):
+            self.seen.add("a row waits for a page in its lane")
+        self.stats.launched(len(lanes), self.scheduler.pages.num_used, 0)
+
+    def book_preemption(self, batch: Batch) -> None:
+        live = set(self.scheduler._lanes.row.tolist())
+        gone = {lane: row for lane, row in self.row_in.items() if row not in live}
+        assert len(gone) == batch.num_preempted
+        oldest = min(self.row_in.values(), key=self.admitted.index, default=None)
+        assert oldest not in gone.values(), "the oldest row is preempted"
+        self.preempted.update(gone.values())
+        for lane, row in gone.items():
+            del self.row_in[lane], self.pages[row]
+            self.queue.append(row)
+            self.seen.add("a row is preempted")
+        self.seen |= {"offloaded"} if len(batch.offloads) else set()
+        self.seen |= {"restored"} if len(batch.restores) else set()
+        if gone and self.work.num_host_pages and not len(batch.offloads):
+            self.seen.add("no host page is left")
+
+    def book_admission(self, batch: Batch) -> None:
+        admission = batch.admission
+        for values in zip(*vars(admission).values(), strict=True):
+            lane, token, position, seed, temperature = values
+            row = self.row_of[seed]
+            self.queue.remove(row)
+            request, known = self.requests[row], self.device.rows[seed]
+            assert token == known[position]
+            assert position >= len(request.prompt) - 1
+            assert temperature == request.sampling.temperature
+            assert lane not in self.row_in, "a lane with a row was given to another"
+            self.row_in[lane] = row
+            self.pages[row] = []
+            if row not in self.admitted:
+                self.admitted.append(row)
+                assert position == len(request.prompt) - 1
+
+    def book_pages(self, batch: Batch) -> None:
+        taken = {page for pages in self.pages.values() for page in pages}
+        for lane, index, page in batch.new_pages.tolist():
+            row = self.row_in[lane]
+            if page in taken:
+                self.book_shared(row, index, page)
+            assert 0 < page < self.scheduler.pages.num_pages
+            assert index == len(self.pages[row]), "a table has a hole"
+            taken.add(page)
+            self.pages[row].append(page)
+            assert len(self.pages[row]) <= self.scheduler.row_pages(self.requests[row])
+
+    def book_shared(self, row: int, index: int, page: int) -> None:
+        """Only a page full of a prompt's tokens may have two rows, of that prompt and version."""
+        holders = [other for other, pages in self.pages.items() if page in pages]
+        for other in holders:
+            assert self.pages[other][index] == page, "a page has two rows at different places"
+        num_tokens = (index + 1) * self.work.config.page_tokens
+        num_known = len(self.requests[row].prompt) - 1
+        assert num_tokens <= num_known or row in self.preempted, "a page has two rows"
+        self.seen.add("a page with two rows")
+
+    def settle(self, batch: Batch) -> None:
+        """The device may run as late as here: a batch is complete in itself."""
+        tokens, logprobs = self.device.run(batch)
+        stale = set(batch.rows.tolist()) - set(self.row_in.values())
+        finished = self.scheduler.commit(batch, tokens, logprobs)
+        tokens[:], logprobs[:] = -7, np.nan  # they are the slot's, which is staged again
+        in_flight = self.slots[self.turn]
+        for completion in finished:
+            row = completion.row
+            assert row not in self.completions, "a row was returned twice"
+            versions, counts = zip(*completion.policy_versions, strict=True)
+            assert versions[-1] == batch.policy_version
+            assert (list(versions), sum(counts)) == (sorted(versions), len(completion.token_ids))
+            self.completions[row] = completion
+            if in_flight is not None and row in in_flight.rows:
+                self.settled_under_decode.add(row)
+            if row in self.queue:
+                self.queue.remove(row)
+                self.seen.add("a row ends after it was preempted")
+            else:
+                lane = next(lane for lane, other in self.row_in.items() if other == row)
+                del self.row_in[lane], self.pages[row]
+        self.stats.settled(sum(len(completion.token_ids) for completion in finished))
+        self.note(batch, stale)
+
+    def check(self) -> None:
+        self.scheduler.check()
+        pages = self.scheduler.pages
+        assert self.scheduler.num_live == len(self.row_in)
+        assert self.scheduler.num_waiting == len(self.queue)
+        used = {page for held in self.pages.values() for page in held}
+        assert pages.num_used == len(used)
+        assert pages.num_free == pages.num_pages - 1 - len(used)
+
+    def reset(self) -> None:
+        """Give every row up as `RolloutEngine` does on a failure, and ask for them again."""
+        self.scheduler.reset(self.scheduler.pages.num_pages)
+        self.seen.add("reset")
+        for batch in filter(None, self.slots):
+            assert self.scheduler.commit(batch, *self.device.run(batch)) == []
+            self.seen.add("reset with a batch in flight")
+        self.slots = [None] * len(self.slots)
+        unfinished = sorted({*self.row_in.values(), *self.queue})
+        self.row_in, self.pages, self.queue = {}, {}, []
+        for row in unfinished:
+            self.device.written.pop(self.requests[row].seed, None)
+            self.device.versions.pop(self.requests[row].seed, None)
+        assert not self.busy
+        self.check()
+        for row in unfinished:
+            self.add(self.requests[row])
+
+    def note(self, batch: Batch, stale: set[int]) -> None:
+        """Which of the hard places this step came by."""
+        lanes_of_stale = set(batch.lanes[np.isin(batch.rows, list(stale))].tolist())
+        places = {
+            "overrun": stale,
+            "lane given on during an overrun": lanes_of_stale & set(self.row_in),
+            "prompt in several segments": [s for s in batch.segments if s.start > 0],
+            "prefill without decode": len(batch.rows) == 0,
+            "a page copied for a fork": len(batch.copies) > 0,
+            "a beginning found": batch.num_shared > 0 and len(batch.copies) == 0,
+        }
+        self.seen |= {name for name, here in places.items() if here}
+
+
+def by_seed(rollout: Rollout) -> dict[int, Completion]:
+    return {rollout.requests[row].seed: done for row, done in rollout.completions.items()}
