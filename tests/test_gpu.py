@@ -17,24 +17,17 @@ from trl import GRPOConfig, GRPOTrainer
 import rollout.admission
 from rollout import OutOfMemory, RolloutConfig, RolloutEngine, SamplingParams
 from rollout.lane_table import LaneTable
-from rollout.order import Lengths
 from rollout.slots import IOSlot, Staged
 from rollout.swap import Swap
 from trainers import RolloutGenerator
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
 
 LANES = 24
 EXPERTS = ("qwen3_moe", "gpt_oss")
 # Compiling takes seconds a model: what is not about it runs the layers as they are.
 CONFIG = RolloutConfig(max_rows=LANES, page_tokens=16, prefill_tokens=64, compile_layers=False)
 A_LONG_TIME = 20_000_000  # cycles: about 10 ms, many steps of a small model
-
-
-@pytest.fixture(autouse=True)
-def _no_memory_of_lengths(monkeypatch):
-    """The same rows are admitted in the same order each time, so that equal is to the last bit."""
-    monkeypatch.setattr(Lengths, "note", lambda *_: None)
 
 
 def on_gpu(family="qwen3", dtype=torch.float32, **changes):

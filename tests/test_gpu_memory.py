@@ -17,8 +17,9 @@ import rollout.memory
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.kv_cache import KVCache
 from rollout.memory import MappedArena, PlainArena
+from rollout.order import Lengths  # noqa: F401 -- for the script below
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB, GIB = 2**20, 2**30
@@ -300,6 +301,7 @@ import test_gpu_memory as tests
 
 torch.zeros(1, device="cuda")
 assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+tests.Lengths.note = lambda *_: None  # as the fixture does
 tests.test_a_backward_between_rollouts_whose_cache_is_in_the_way()
 tests.test_after_sleep_the_trainer_can_allocate_all_of_it()
 tests.test_what_new_pages_hold_has_no_influence(pytest.MonkeyPatch())

@@ -21,6 +21,8 @@ from rollout import (
 )
 from rollout.kv_cache import KVCache
 
+pytestmark = pytest.mark.usefixtures("no_memory_of_lengths")
+
 CONFIG = RolloutConfig(max_rows=4, page_tokens=4, prefill_tokens=11)
 AUTOCAST = pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 FIVE = SamplingParams(max_new_tokens=5)
@@ -212,7 +214,7 @@ def test_what_new_pages_hold_has_no_influence(monkeypatch):
 
 
 def test_the_plan_is_logged_once_before_the_first_batch(caplog):
-    with caplog.at_level(logging.INFO, logger="rollout.engine"):
+    with caplog.at_level(logging.INFO, logger="rollout.life"):
         with RolloutEngine(tiny.build(), CONFIG, autocast_dtype=torch.bfloat16) as engine:
             caplog.clear()
             engine.submit([9, 10], FIVE)
