@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 # Batches of fewer rows are padded: below, cuBLASLt splits what it does not split above.
 LEAST_ROWS = 32
 
-# Rows of a product in a rollout and in a trainer's forward.
-_SIZES = (LEAST_ROWS, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+# Rows of a product: every padded size of a rollout, and some of a prefill and of a trainer.
+_SIZES = (*range(LEAST_ROWS, 256, 8), *range(256, 513, 16))
+_SIZES += (777, 1024, 2048, 3000, 4096, 8192, 9600, 16_384)
 
 # A product as wide as a vocabulary is looked at up to fewer rows, in 512 MiB of 16 bit.
 _MOST_NUMBERS = 2**28
@@ -115,26 +116,28 @@ def make_exact(twin: Twin) -> Narrow:
     _prefer_cublaslt(twin.base)
     found: dict[Shape, int] = {}
     with twin.autocast():
-        for shape, dtype in dict.fromkeys(_products(twin.base)):
+        for (shape, dtype), name in _products(twin.base).items():
             most_rows = _most_rows(shape, dtype, twin.device)
             if most_rows is not None:
                 found[shape] = max(most_rows, found.get(shape, 0))
+                rows = "any number of" if most_rows == sys.maxsize else f"up to {most_rows - 1}"
+                text = "products like that of %s, %s, are split by their size: of %s rows ours run"
+                logger.info(text, name, shape, rows)
     if found:
-        logger.info("products that are ours, and up to how many rows: %s", found)
         twin.use_narrow(found)
     return found
 
 
-def _products(base: nn.Module) -> Iterator[tuple[Shape, torch.dtype]]:
-    """What the layers multiply by: each alone, as the trainer does, and a group at once."""
-    for module in base.modules():
+def _products(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
+    """What is multiplied by, alone as the trainer does and by groups, and the first layer to."""
+    found: dict[tuple[Shape, torch.dtype], str] = {}
+    for name, module in base.named_modules():
         if isinstance(module, nn.Linear):
-            for weight in (
-                module.weight,
-                getattr(getattr(module, "product", None), "weight", None),
-            ):
+            group = getattr(getattr(module, "product", None), "weight", None)
+            for weight in (module.weight, group):
                 if weight is not None and weight.dtype.is_floating_point:
-                    yield (weight.shape[0], weight.shape[1]), weight.dtype
+                    found.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
+    return found
 
 
 def _most_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> int | None:

@@ -15,6 +15,7 @@ from rollout.workload import build_model
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ROWS = 32
+PAGE = 64 * 28 * 2 * 8 * 128 * 2  # bytes of 64 tokens of the 0.6B shape; all rows need 256 pages
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ CASES = {
     "one slot, prefill in pieces": Case(knobs={"num_slots": 1, "prefill_tokens": 100}),
     "fewer lanes than rows": Case(knobs={"max_rows": 9}),
     "groups": Case(group=8, knobs={"page_tokens": 64}),
+    "preempted, to the host": Case(knobs={"page_tokens": 64, "kv_bytes": 120 * PAGE}),
+    "preempted, computed again": Case(
+        knobs={"page_tokens": 64, "kv_bytes": 120 * PAGE, "offload_bytes": 0}
+    ),
     "fused": Case(knobs={"fuse_projections": True}),
 }
 
@@ -88,6 +93,7 @@ def test_every_token_is_drawn_again_from_the_trainers_forward(name):
     knobs = {"max_rows": ROWS, "max_row_tokens": 4200, "on_policy": "exact", **case.knobs}
     with RolloutEngine(model, RolloutConfig(**knobs), autocast_dtype=autocast) as engine:
         completions = engine.generate(prompts, sampling)
+        assert (engine.stats.preemptions > 0) == name.startswith("preempted")
         assert engine.worker.graphs.num_eager == 0
         undo = prepare_trainer(model, engine.worker.narrow)
     ids, mask, before = batch_of(prompts, completions)

@@ -235,6 +235,15 @@ def test_closing_gives_everything_back():
     assert found[0] - min(found) < 8 * MIB
 
 
+def test_kv_pages_are_sized_by_need_and_bounded_by_the_fraction():
+    with RolloutEngine(on_gpu(), CONFIG) as engine:
+        engine.generate([[9, 10]], SamplingParams(max_new_tokens=3))
+        assert engine.worker.kv_cache.num_pages == 2
+        limits = engine._limits()
+        free, _ = torch.cuda.mem_get_info()
+        assert 2**29 < limits.max_pages * limits.page_bytes < 0.95 * free
+
+
 # --- beside training
 
 
@@ -310,7 +319,7 @@ print("fine")
     environment = {
         **os.environ,
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"), *sys.path)),
     }
     result = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
