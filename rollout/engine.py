@@ -195,6 +195,7 @@ class RolloutEngine(EngineLife):
         self.stats.settled(sum(len(completion.token_ids) for completion in completions))
         if not self.busy:
             self.streams.hand_back()
+            self.stats.device = self._meter.end()
         return completions
 
     @no_inference_mode
@@ -206,6 +207,7 @@ class RolloutEngine(EngineLife):
             if not self.busy:
                 self._open_version(same_weights)
                 self.stats = RolloutStats(policy_version=self.policy_version)
+                self._meter.begin()
             rows = self.scheduler.add(requests)
             self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))
             self._prepare()

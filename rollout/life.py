@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rollout.config import RolloutConfig
+from rollout.device_stats import open_meter
 from rollout.errors import ConfigError, EngineBusy, EngineClosed, EnginePaused, OutOfMemory
 from rollout.intake import Limits
 from rollout.memory_plan import MemoryPlan
@@ -53,6 +54,7 @@ class EngineLife:
         self.max_row_tokens = self.worker.max_row_tokens
         self.slots = self.worker.slots
         self.streams = self.worker.streams
+        self._meter = open_meter(self.worker.device_uuid)
         self._show_plan = show_plan or logger.info
         self._planned = self._paused = self._closed = False
 
@@ -194,6 +196,7 @@ class EngineLife:
         """Forget every row, live or waiting, and wait until the device has, too."""
         if self._closed:
             return
+        self._meter.end()
         try:
             self.slots.drain()
         finally:

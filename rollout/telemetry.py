@@ -28,6 +28,8 @@ class RolloutStats:
         sleep_s: Seconds of giving both back, where that has followed.
         warmup_s: Seconds of compiling and capturing before its first step.
         duration_s: Seconds since it began.
+        device: Shares of that time, by name, in which parts of the GPU were busy; see
+            `device_stats`.
     """
 
     policy_version: int = 0
@@ -49,6 +51,7 @@ class RolloutStats:
     sleep_s: float = 0.0
     warmup_s: float = 0.0
     duration_s: float = 0.0
+    device: dict[str, float] = field(default_factory=dict)
     _began: float = field(default_factory=time.perf_counter, repr=False)
 
     def launched(self, num_rows: int, num_pages: int, num_bytes: int) -> None:

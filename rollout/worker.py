@@ -97,6 +97,13 @@ class Worker:
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
         self.graphs.prepare(num_rows, longest, addresses)
 
+    @property
+    def device_uuid(self) -> str | None:
+        """NVML's name of the GPU; `None` on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
     def max_pages(self) -> int | None:
         """KV pages that there is memory for now, the trash page included; `None`: no limit."""
         free_for_pages = self.kv_cache.num_bytes - self.twin.missing_bytes

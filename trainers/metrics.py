@@ -34,6 +34,8 @@ def log_rollout(trainer: Any, stats: RolloutStats) -> None:
     _append(trainer, "rollout/kv_mapped_gib", stats.mapped_bytes / 2**30)
     _append(trainer, "rollout/released_gib", stats.released_bytes / 2**30)
     _append(trainer, "rollout/wake_ms", stats.wake_s * 1e3)
+    for name, share in stats.device.items():
+        _append(trainer, f"rollout/{name}", share)
 
 
 def log_sleep(trainer: Any, stats: RolloutStats) -> None:

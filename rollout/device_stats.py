@@ -1,0 +1,167 @@
+"""How busy the driver says that a GPU was during a rollout.
+
+Hopper and newer count what their parts did (GPM); the difference of two readings is a mean, and
+costs two calls a rollout. Elsewhere a thread reads NVML's utilisation, the share of time in which
+any kernel ran, which is near 1 on a badly fed GPU too.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+_PERIOD_S = 0.5
+
+GPM_SHARES = {
+    "gpu_sm_active": "NVML_GPM_METRIC_SM_UTIL",
+    "gpu_tensor_active": "NVML_GPM_METRIC_ANY_TENSOR_UTIL",
+    "gpu_dram_active": "NVML_GPM_METRIC_DRAM_BW_UTIL",
+}
+NVML_SHARE = "gpu_nvml_utilization"
+
+
+class DeviceMeter(ABC):
+    """Mean shares, from 0 to 1, between `begin` and `end`."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Measure from now on."""
+
+    @abstractmethod
+    def end(self) -> dict[str, float]:
+        """Shares since `begin`, by name; none where nothing was read, or without `begin`."""
+
+
+class NoMeter(DeviceMeter):
+    """For a CPU, and where NVML is out of reach: a driver without it, MIG, a container."""
+
+    def begin(self) -> None:
+        """Measure nothing."""
+
+    def end(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
+class GpmMeter(DeviceMeter):
+    """Reads a GPU's counters.
+
+    Args:
+        nvml: NVIDIA's module, initialised.
+        handle: Its handle of the GPU.
+    """
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._first: Any = None
+
+    def begin(self) -> None:
+        """Read the counters."""
+        self._release()
+        self._first = self._read()
+
+    def end(self) -> dict[str, float]:
+        """Read them again."""
+        if self._first is None:
+            return {}
+        second = self._read()
+        try:
+            return {} if second is None else self._shares(second)
+        finally:
+            self._free(second)
+            self._release()
+
+    def _read(self) -> Any:
+        sample = None
+        try:
+            sample = self._nvml.nvmlGpmSampleAlloc()
+            return self._nvml.nvmlGpmSampleGet(self._handle, sample)
+        except self._nvml.NVMLError:
+            self._free(sample)
+            return None
+
+    def _shares(self, second: Any) -> dict[str, float]:
+        nvml, asked = self._nvml, self._nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(GPM_SHARES)
+        asked.sample1, asked.sample2 = self._first, second
+        for metric, name in zip(asked.metrics, GPM_SHARES.values(), strict=False):
+            metric.metricId = getattr(nvml, name)
+        try:
+            found = nvml.nvmlGpmMetricsGet(asked)
+        except nvml.NVMLError:
+            return {}
+        read = zip(GPM_SHARES, found.metrics, strict=False)
+        return {name: metric.value / 100 for name, metric in read if metric.nvmlReturn == 0}
+
+    def _release(self) -> None:
+        self._free(self._first)
+        self._first = None
+
+    def _free(self, sample: Any) -> None:
+        if sample is not None:
+            self._nvml.nvmlGpmSampleFree(sample)
+
+
+class UtilisationMeter(DeviceMeter):
+    """Samples NVML's utilisation in a thread, which keeps no process alive.
+
+    Args:
+        nvml: NVIDIA's module, initialised.
+        handle: Its handle of the GPU.
+        period_s: Seconds between two samples.
+    """
+
+    def __init__(self, nvml: Any, handle: Any, period_s: float = _PERIOD_S) -> None:
+        self._nvml, self._handle, self._period_s = nvml, handle, period_s
+        self._stop = threading.Event()
+        self._samples: list[float] = []
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self.end()
+        self._stop, self._samples = threading.Event(), []
+        self._thread = threading.Thread(target=self._sample, name="twinslot-nvml", daemon=True)
+        self._thread.start()
+
+    def end(self) -> dict[str, float]:
+        """Stop it, without waiting for it."""
+        self._stop.set()
+        running, self._thread = self._thread is not None, None
+        samples = list(self._samples)
+        return {NVML_SHARE: sum(samples) / len(samples)} if running and samples else {}
+
+    def _sample(self) -> None:
+        stop, samples = self._stop, self._samples
+        while True:
+            try:
+                rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+            except self._nvml.NVMLError:
+                return
+            samples.append(rates.gpu / 100)
+            if stop.wait(self._period_s):
+                return
+
+
+def open_meter(uuid: str | None) -> DeviceMeter:
+    """The best meter that there is.
+
+    Args:
+        uuid: NVML's name of the GPU, `GPU-...`. `None`: there is none.
+    """
+    if uuid is None:
+        return NoMeter()
+    try:
+        import pynvml  # reads the driver's library
+    except ImportError:
+        return NoMeter()
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError:
+        return NoMeter()
+    try:
+        if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            return GpmMeter(pynvml, handle)
+    except pynvml.NVMLError:
+        pass  # an older driver
+    return UtilisationMeter(pynvml, handle)
