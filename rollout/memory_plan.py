@@ -39,6 +39,7 @@ class MemoryPlan:
         cast_weights: Held a second time, in the dtype that the trainer computes in.
         graphs: Memory pool of the captured graphs.
         buffers: State of lanes, and what travels between host and device.
+        workspaces: What a prefill computes in, at most.
         kv_pages: Mapped for the rows at hand.
         num_pages: How many they are.
         kv_limit: Most that there may be of them. `None`: no limit.
@@ -52,6 +53,7 @@ class MemoryPlan:
     cast_weights: int
     graphs: int
     buffers: int
+    workspaces: int
     kv_pages: int
     num_pages: int
     kv_limit: int | None
@@ -61,8 +63,9 @@ class MemoryPlan:
 
     @property
     def in_rollout(self) -> int:
-        """What a rollout takes beside the trainer's weights, and beside what a step computes."""
-        return self.cast_weights + self.graphs + self.buffers + self.kv_pages
+        """What a rollout takes beside the trainer's weights."""
+        kept = self.graphs + self.buffers
+        return self.cast_weights + kept + self.workspaces + self.kv_pages
 
     @property
     def between_rollouts(self) -> int:
@@ -79,9 +82,10 @@ class MemoryPlan:
             ("cast weights", self.cast_weights, "of linear layers, in the dtype of autocast"),
             ("graphs", self.graphs, "their memory pool"),
             ("buffers", self.buffers, "lanes and slots"),
+            ("workspaces", self.workspaces, f"prefill_tokens={self.config.prefill_tokens}"),
             ("KV pages", self.kv_pages, self._kv_remark),
             ("training reserve", self.config.train_reserve_bytes or 0, "train_reserve_bytes"),
-            ("the engine in a rollout", self.in_rollout, "beside what a step computes"),
+            ("the engine in a rollout", self.in_rollout, "beside the weights"),
             ("the engine between rollouts", self.between_rollouts, keep),
         ]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
-from rollout.compiled import compile_layers
+from rollout.compiled import compile_layers, decoder_layers
 from rollout.fused import fuse, lay_together
 from rollout.kv_cache import KVLayout
 from rollout.memory import Arena, PlainArena
@@ -100,6 +100,14 @@ class Twin:
     def shadow_bytes(self) -> int:
         """Bytes of weights held a second time."""
         return sum(weight.nbytes for weight in self._shadow.values())
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that one token has in a decoder layer: inputs and outputs of its products."""
+        layer = next(decoder_layers(self._base), self._base)
+        linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+        numbers = sum(linear.in_features + linear.out_features for linear in linears)
+        return numbers * self.kv_layout(1).dtype.itemsize
 
     @property
     def missing_bytes(self) -> int:

@@ -106,11 +106,20 @@ class Worker:
 
     def max_pages(self) -> int | None:
         """KV pages that there is memory for now, the trash page included; `None`: no limit."""
-        free_for_pages = self.kv_cache.num_bytes - self.twin.missing_bytes
-        kv_bytes = max_kv_bytes(self.config, self.device, free_for_pages)
+        kv_bytes = max_kv_bytes(self.config, self.device, self._bytes_for_pages)
         if kv_bytes is None:
             return None
         return max(kv_bytes // self.kv_cache.layout.page_bytes, self.kv_cache.num_pages)
+
+    @property
+    def _bytes_for_pages(self) -> int:
+        """Bytes that pages have beside free ones: their own, less what else a rollout will take."""
+        return self.kv_cache.num_bytes - self.twin.missing_bytes - self._workspace_bytes
+
+    @property
+    def _workspace_bytes(self) -> int:
+        """Inputs and outputs of every product in a layer, as if none were freed in a prefill."""
+        return self.config.prefill_tokens * self.twin.layer_bytes
 
     def grow(self, num_pages: int) -> None:
         """Have `num_pages` KV pages, the trash page included; those that there are keep theirs."""
@@ -139,7 +148,6 @@ class Worker:
 
     def plan(self) -> MemoryPlan:
         """What is held now, and what KV pages may take."""
-        held = self.kv_cache.num_bytes
         on_gpu = self.device.type == "cuda"
         return MemoryPlan(
             device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
@@ -147,11 +155,12 @@ class Worker:
             cast_weights=self.twin.shadow_bytes,
             graphs=self.graphs.pool_bytes,
             buffers=self.lanes.num_bytes + sum(slot.num_bytes for slot in self.slots.slots),
-            kv_pages=held,
+            workspaces=self._workspace_bytes,
+            kv_pages=self.kv_cache.num_bytes,
             num_pages=self.kv_cache.num_pages,
-            kv_limit=max_kv_bytes(self.config, self.device, held),
+            kv_limit=max_kv_bytes(self.config, self.device, self._bytes_for_pages),
             page=self.kv_cache.layout.page_bytes,
-            free=available_bytes(self.device) + held if on_gpu else None,
+            free=available_bytes(self.device) + self._bytes_for_pages if on_gpu else None,
             config=self.config,
         )
 

@@ -22,6 +22,7 @@ def plan(config=None, **changes):
         "cast_weights": 8 * GIB,
         "graphs": GIB // 2,
         "buffers": GIB // 4,
+        "workspaces": GIB,
         "kv_pages": 20 * GIB,
         "num_pages": 320,
         "kv_limit": 90 * GIB,
@@ -53,10 +54,11 @@ def test_nothing_limits_a_cpu():
 
 
 def test_pages_and_cast_weights_are_there_in_a_rollout_and_between_only_if_kept():
-    assert plan().in_rollout == (8 + 0.5 + 0.25 + 20) * GIB
+    assert plan().in_rollout == (8 + 0.5 + 0.25 + 1 + 20) * GIB
     assert plan().between_rollouts == 0.75 * GIB
     kept = plan(RolloutConfig(kv_keep="always"))
-    assert kept.between_rollouts == kept.in_rollout == plan().in_rollout
+    assert kept.in_rollout == plan().in_rollout
+    assert kept.between_rollouts == kept.in_rollout - GIB  # a prefill's workspaces are torch's
 
 
 def test_every_part_is_named_with_its_size_and_the_knob():
