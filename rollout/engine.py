@@ -28,6 +28,7 @@ class RolloutEngine(EngineLife):
             same storage.
         config: Knobs.
         autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
+        float32_head: Whether its head computes in float32, outside autocast.
         show_plan: Called with the memory plan, once, before the first batch. `None`: it is logged.
 
     Raises:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.compiled import compile_layers, decoder_layers
 from rollout.fused import fuse, lay_together
+from rollout.head import Float32Head, use_float32_head
 from rollout.kv_cache import KVLayout
 from rollout.memory import Arena, PlainArena
 from rollout.narrow import Narrow, NarrowLinear, make_narrow, make_plain
@@ -36,6 +37,7 @@ class Twin:
         compiled: Compile decoder layers, on first use.
         exact: Such that they round as they are, to the last bit.
         arena: Memory of cast weights. `None`: a plain tensor.
+        float32_head: The head computes in float32, outside autocast.
 
     Attributes:
         compiled: Whether decoder layers are.
@@ -51,11 +53,13 @@ class Twin:
         compiled: bool = False,
         exact: bool = False,
         arena: Arena | None = None,
+        float32_head: bool = False,
     ) -> None:
         self._live = model
         self._autocast_dtype = autocast_dtype
         self.compiled = compiled
         self._exact = exact
+        self._float32_head = float32_head
         self._arena = arena or PlainArena(next(model.parameters()).device)
         self._narrow: Narrow = {}
         self._announced = False
@@ -216,6 +220,8 @@ class Twin:
             # The one way through a Mixture of Experts that waits for nothing on the host.
             config._experts_implementation = "grouped_mm"
         number_layers(self._base)
+        if self._float32_head:
+            use_float32_head(self._base)
         if self.compiled:
             compile_layers(self._base, exact=self._exact)
 
@@ -280,7 +286,8 @@ class Twin:
             f"{name}." for name, module in self._base.named_modules() if _uses_dora(module)
         )
         for name, module in self._base.named_modules():
-            if isinstance(module, nn.Linear) and not name.startswith(dora):
+            is_linear = isinstance(module, nn.Linear) and not isinstance(module, Float32Head)
+            if is_linear and not name.startswith(dora):
                 dtype = module.weight.dtype
                 if dtype.is_floating_point and dtype != self._autocast_dtype:
                     yield name, module

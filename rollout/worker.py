@@ -26,13 +26,19 @@ class Worker:
         model: As the engine takes it.
         config: Knobs.
         autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
+        float32_head: Whether its head computes in float32, outside autocast.
 
     Raises:
         UnsupportedModel: The model cannot run on the engine; the message says why.
     """
 
     def __init__(
-        self, model: nn.Module, config: RolloutConfig, autocast_dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        config: RolloutConfig,
+        autocast_dtype: torch.dtype | None,
+        *,
+        float32_head: bool = False,
     ) -> None:
         check_model(model)
         check_placed(model)
@@ -46,7 +52,12 @@ class Worker:
         self._arenas = [open_arena(device, self.streams.wait_for_all) for _ in range(2)]
         weights, pages = self._arenas
         self.twin = Twin(
-            model, autocast_dtype, compiled=compiled, exact=config.exact, arena=weights
+            model,
+            autocast_dtype,
+            compiled=compiled,
+            exact=config.exact,
+            arena=weights,
+            float32_head=float32_head,
         )
         self.max_row_tokens = config.max_row_tokens or self.twin.max_positions
         self.max_row_pages = pages_for(self.max_row_tokens, config.page_tokens)

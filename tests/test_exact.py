@@ -10,7 +10,7 @@ import trl_trainer
 from peft import LoraConfig
 from rich.console import Console
 
-from rollout import ConfigError, RolloutConfig, UnsupportedModel, difference
+from rollout import ConfigError, RolloutConfig, UnsupportedModel, UnsupportedTrainer, difference
 from rollout.difference import differences
 from rollout.exact import prepare_trainer
 from rollout.sampling import sample
@@ -99,6 +99,12 @@ def test_dropout_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="self_attn has dropout"):
         prepare_trainer(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_float32_head_is_refused(tmp_path):
+    trainer = trl_trainer.build(tmp_path, cast_lm_head_to_fp32=True)
+    with pytest.raises(UnsupportedTrainer, match="drop `cast_lm_head_to_fp32`"):
+        trl_trainer.attach(trainer, EXACT)
 
 
 def test_other_words_are_refused():

@@ -26,7 +26,6 @@ from trainers.support import check_trainer, check_trl
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
         ({"generation_kwargs": {"min_new_tokens": 3}}, "generation_kwargs={'min_new_tokens': 3}"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
-        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
         ({"loss_type": "vespo"}, "VESPO"),
         ({"use_transformers_continuous_batching": True}, "has another generator"),
     ],

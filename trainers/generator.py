@@ -180,12 +180,21 @@ class RolloutGenerator:
         if self._trainer is not None:
             raise UnsupportedTrainer("this generator already serves a trainer; make a new one")
         check_trainer(trainer)
+        if self.config.exact and trainer.args.cast_lm_head_to_fp32:
+            raise UnsupportedTrainer(
+                "on_policy='exact' does not know how a float32 head adds up; drop "
+                "`cast_lm_head_to_fp32`, or use on_policy='close'"
+            )
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
         autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
         show_plan = _print_plan if accelerator.is_main_process else None
         self.engine = RolloutEngine(
-            model, self.config, autocast_dtype=autocast_dtype, show_plan=show_plan
+            model,
+            self.config,
+            autocast_dtype=autocast_dtype,
+            float32_head=trainer.args.cast_lm_head_to_fp32,
+            show_plan=show_plan,
         )
         self._undo_exact = _nothing
         if self.config.exact:

@@ -73,11 +73,6 @@ def _reasons(trainer: Any) -> Iterator[str]:
         yield "its model takes images; the engine takes text alone"
     if args.vllm_structured_outputs_regex is not None:
         yield "structured outputs (`vllm_structured_outputs_regex`) are not supported; drop it"
-    if args.cast_lm_head_to_fp32:
-        yield (
-            "`cast_lm_head_to_fp32=True` patches the head's forward, which the engine does not "
-            "run; drop it"
-        )
     if trainer.loss_type == "vespo" and not trainer.vllm_importance_sampling_mode.startswith("tok"):
         yield "the VESPO loss needs `vllm_importance_sampling_mode` token_truncate or token_mask"
     yield from _sampling_reasons(trainer)

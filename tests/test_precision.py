@@ -1,0 +1,63 @@
+"""Rollouts round as the trainer does, whatever dtypes weights, autocast and head have."""
+
+import pytest
+import tiny
+import torch
+import trl_trainer
+
+from rollout.twin import Twin
+
+KINDS = {
+    "float32": (torch.float32, {}, 1e-5),
+    "bfloat16": (torch.bfloat16, {}, 0.05),
+    "float16": (torch.float16, {}, 0.01),
+    "float32 under bf16": (torch.float32, {"bf16": True}, 0.05),
+    "bfloat16 under bf16": (torch.bfloat16, {"bf16": True}, 0.05),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("head", [False, True], ids=["head", "float32-head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_are_close_to_the_trainers_own(tmp_path, kind, head, tied):
+    dtype, arguments, most = KINDS[kind]
+    trainer = trl_trainer.build(
+        tmp_path,
+        model=tiny.build(tie_word_embeddings=tied).to(dtype),
+        max_steps=2,
+        learning_rate=1e-3,
+        cast_lm_head_to_fp32=head,
+        **arguments,
+    )
+    dtypes = {name: parameter.dtype for name, parameter in trainer.model.named_parameters()}
+    trl_trainer.attach(trainer)
+    trainer.train()
+    assert {name: p.dtype for name, p in trainer.model.named_parameters()} == dtypes
+    gaps = trl_trainer.logged(trainer, "rollout/logp_gap")
+    assert len(gaps) == 2
+    assert max(gaps) < most
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.bfloat16, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
+def test_a_float32_head_gives_the_logits_of_trls_fused_head(tmp_path, dtype, autocast, tied):
+    model = tiny.build(tie_word_embeddings=tied).to(dtype)
+    trainer = trl_trainer.build(
+        tmp_path, model=model, cast_lm_head_to_fp32=True, bf16=autocast is not None
+    )
+    model = trainer.model.eval()
+    twin = Twin(model, autocast, float32_head=True)
+    twin.base.config._attn_implementation = "sdpa"
+    ids = torch.tensor([tiny.prompts(1, seed=3)[0]] * 2)
+    with torch.no_grad():
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            states = model.model(ids).last_hidden_state
+            found = type(twin.base).forward(twin.base, ids).logits
+        wanted = torch.nn.functional.linear(states.float(), model.lm_head.weight.float())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, wanted)
+    assert twin.base.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
