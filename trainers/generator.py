@@ -21,7 +21,7 @@ from rollout.errors import RolloutError, UnsupportedTrainer
 from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
-from trainers.metrics import log_gap, log_rollout, log_sleep, logp_gaps
+from trainers.metrics import gap_metrics, log_metrics, log_rollout, log_sleep
 from trainers.seams import find_seam, settings_of
 from trainers.support import check_trainer
 
@@ -268,11 +268,9 @@ class RolloutGenerator:
     def _score_and_log_gap(self, score: Any, inputs: Any) -> Any:
         """Run TRL's `_generate_and_score_completions`, and log how far the two sides are apart."""
         scored = score(inputs)
-        gaps = logp_gaps(self._trainer, scored, sample=self.config.exact)
-        if gaps is None:
-            return scored
-        mean, largest = gaps
-        log_gap(self._trainer, mean, largest)
+        found = gap_metrics(self._trainer, scored, sample=self.config.exact)
+        log_metrics(self._trainer, found)
+        largest = found.get("rollout/logp_gap_max", 0.0)
         if self.config.exact and largest > _EXACT_GAP and not self._warned:
             self._warned = True
             logger.warning(
