@@ -59,12 +59,14 @@ def trainer_class(kind: str) -> type:
 def build(kind: str, tmp_path, **changes: Any) -> Any:
     """A stock trainer on the CPU; `changes` are TRL's own arguments."""
     tokenizer, model = _tokenizer(), changes.pop("model", None) or tiny.build()
+    eval_dataset = changes.pop("eval_dataset", None)
     config = getattr(import_module(HOMES[kind]), f"{kind}Config")
     arguments = {"output_dir": str(tmp_path), **_ARGUMENTS, **_OWN_ARGUMENTS[kind], **changes}
     trainer = trainer_class(kind)(
         model=model,
         args=config(**arguments),
         train_dataset=_dataset(kind),
+        eval_dataset=eval_dataset,
         processing_class=tokenizer,
         **_partners(kind, tmp_path, tokenizer),
     )
