@@ -10,6 +10,8 @@ from rollout import RolloutConfig
 from trainers import RolloutGenerator
 
 ENGINE = RolloutConfig(max_rows=5, page_tokens=4, prefill_tokens=16)
+_NOT_IN_CONFIG = ("rollout_func", "peft_config", "callbacks", "tools", "environment_factory")
+_NOT_IN_CONFIG += ("train_dataset", "processing_class")
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -19,9 +21,7 @@ def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 def build(tmp_path, model=None, **changes: Any) -> GRPOTrainer:
     """A stock `GRPOTrainer` on the CPU; `changes` are TRL's own arguments."""
-    extra = {
-        k: changes.pop(k) for k in ("rollout_func", "peft_config", "callbacks") if k in changes
-    }
+    extra = {name: changes.pop(name) for name in _NOT_IN_CONFIG if name in changes}
     arguments = {
         "output_dir": str(tmp_path),
         "per_device_train_batch_size": 8,
@@ -42,10 +42,8 @@ def build(tmp_path, model=None, **changes: Any) -> GRPOTrainer:
         model=model or tiny.build(),
         reward_funcs=reward,
         args=GRPOConfig(**arguments),
-        train_dataset=tiny.dataset(),
         eval_dataset=tiny.dataset(16),
-        processing_class=tiny.tokenizer(),
-        **extra,
+        **{"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer(), **extra},
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -1,5 +1,27 @@
-"""The only folder that knows TRL: hands a trainer its rollouts."""
+"""The only folder that knows TRL: hands a trainer its rollouts.
 
-from trainers.generator import RolloutGenerator
+It is lazy, so that a command line can be read before torch and TRL are imported.
+"""
 
-__all__ = ["RolloutGenerator"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rollout.config import RolloutConfig
+from trainers.arguments import add_help
+
+if TYPE_CHECKING:
+    from trainers.generator import RolloutGenerator
+    from trainers.grpo import RolloutGRPOTrainer
+
+__all__ = ["RolloutGRPOTrainer", "RolloutGenerator"]
+
+_HOMES = {"RolloutGRPOTrainer": "grpo", "RolloutGenerator": "generator"}
+
+add_help(RolloutConfig)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home on first use (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -21,14 +21,14 @@ from rollout.errors import RolloutError, UnsupportedTrainer
 from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
-from trainers.metrics import log_gap, log_rollout, log_sleep, logp_gaps
+from trainers.metrics import gap_metrics, log_metrics, log_rollout, log_sleep
+from trainers.seams import find_seam, settings_of
 from trainers.support import check_trainer
 
 logger = logging.getLogger(__name__)
 
 _EXACT_GAP = 1e-5
 _MISSING = object()
-_SEAM_ATTRIBUTES = ("vllm_generation", "_last_loaded_step", "use_vllm")
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,6 +56,8 @@ class RolloutGenerator:
     def __init__(self, config: RolloutConfig | None = None) -> None:
         self.config = config or RolloutConfig()
         self._trainer: Any = None
+        self._settings: Any = None
+        self._seam: Any = None
         self._num_turns: int | None = None
         self._seen_step = -1
         self._calls = {"train": 0, "eval": 0}
@@ -66,7 +68,8 @@ class RolloutGenerator:
         """Become the trainer's generator. Call it after construction, before `train()`.
 
         Args:
-            trainer: A stock `trl.GRPOTrainer` built with `use_vllm=False`.
+            trainer: A stock TRL trainer that can generate through vLLM, built with
+                `use_vllm=False`: `GRPOTrainer`, `RLOOTrainer`, or another one of `seams.SEAMS`.
 
         Returns:
             This generator.
@@ -81,12 +84,10 @@ class RolloutGenerator:
                 "this generator as rollout_func instead of attaching it"
             )
         self._open(trainer)
-        state = vars(trainer)
-        self._before = {name: state.get(name, _MISSING) for name in _SEAM_ATTRIBUTES}
-        # What the trainer's own `if self.use_vllm:` constructor block sets.
-        trainer.vllm_generation = self
-        trainer._last_loaded_step = -1
-        trainer.use_vllm = True
+        for name, value in self._seam.sets(trainer.args).items():
+            self._replace(name, value)
+        self._replace("vllm_generation", self)
+        self._replace("use_vllm", True)
         return self
 
     def detach(self) -> None:
@@ -99,7 +100,7 @@ class RolloutGenerator:
                 delattr(trainer, name)
             else:
                 setattr(trainer, name, value)
-        del trainer._generate, trainer._generate_and_score_completions
+        self._before = {}
         self._undo_exact()
         self.engine.close()
         self._trainer = None
@@ -138,7 +139,9 @@ class RolloutGenerator:
         images: list[Any] | None,
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+    ) -> tuple[
+        list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]] | None
+    ]:
         """Generate one completion for each prompt.
 
         Args:
@@ -148,9 +151,9 @@ class RolloutGenerator:
             profiler: Entered while generating.
 
         Returns:
-            Prompt ids, completion ids, log-probabilities `[row][token][0]`, and no token ids of
-            further log-probabilities. Log-probabilities are natural logarithms at the trainer's
-            temperature over the full vocabulary.
+            Prompt ids, completion ids, log-probabilities `[row][token][0]`, and, for trainers that
+            read them, the ids they belong to in the same shape. Log-probabilities are natural
+            logarithms at the trainer's temperature over the full vocabulary.
 
         Raises:
             RolloutError: Any rank failed; raised on all of them, and no rank has a result.
@@ -167,7 +170,10 @@ class RolloutGenerator:
         log_rollout(self._trainer, self.engine.stats)
         completion_ids = [completion.token_ids for completion in completions]
         logprobs = [[[value] for value in completion.logprobs] for completion in completions]
-        return prompts, completion_ids, logprobs, None
+        scored_ids = None
+        if self._seam.reads_ids:
+            scored_ids = [[[token] for token in ids] for ids in completion_ids]
+        return prompts, completion_ids, logprobs, scored_ids
 
     @property
     def llm(self) -> SimpleNamespace:
@@ -180,7 +186,8 @@ class RolloutGenerator:
         if self._trainer is not None:
             raise UnsupportedTrainer("this generator already serves a trainer; make a new one")
         check_trainer(trainer)
-        if self.config.exact and trainer.args.cast_lm_head_to_fp32:
+        float32_head = settings_of(trainer).args.cast_lm_head_to_fp32
+        if self.config.exact and float32_head:
             raise UnsupportedTrainer(
                 "on_policy='exact' does not know how a float32 head adds up; drop "
                 "`cast_lm_head_to_fp32`, or use on_policy='close'"
@@ -193,7 +200,7 @@ class RolloutGenerator:
             model,
             self.config,
             autocast_dtype=autocast_dtype,
-            float32_head=trainer.args.cast_lm_head_to_fp32,
+            float32_head=float32_head,
             show_plan=show_plan,
         )
         self._undo_exact = _nothing
@@ -203,11 +210,19 @@ class RolloutGenerator:
             except BaseException:
                 self.engine.close()
                 raise
-        self._trainer = trainer
-        trainer._generate = functools.partial(self._share_version, trainer._generate)
-        trainer._generate_and_score_completions = functools.partial(
-            self._score_and_log_gap, trainer._generate_and_score_completions
-        )
+        self._trainer, self._settings = trainer, settings_of(trainer)
+        self._seam = find_seam(trainer)
+        self._wrap(self._seam.generates, self._share_version)
+        if self._seam.scores is not None:
+            self._wrap(self._seam.scores, self._score_and_log_gap)
+
+    def _wrap(self, name: str, wrapper: Any) -> None:
+        self._replace(name, functools.partial(wrapper, getattr(self._trainer, name)))
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Set an attribute of the trainer until `detach`."""
+        self._before[name] = vars(self._trainer).get(name, _MISSING)
+        setattr(self._trainer, name, value)
 
     def _rollout(self, prompts: list[list[int]]) -> list[Completion]:
         sampling, seeds = [self._sampling(p) for p in prompts], self._row_seeds(len(prompts))
@@ -219,14 +234,14 @@ class RolloutGenerator:
             self._num_turns += 1
         return completions
 
-    def _share_version(self, generate: Any, prompts: list[Any]) -> Any:
-        """Run TRL's `_generate`, a rollout of one or more tool turns on the same weights.
+    def _share_version(self, generate: Any, *batch: Any) -> Any:
+        """Run the trainer's own method that makes all rollouts of a batch, on the same weights.
 
         The turns keep their pages, and with the last one their memory goes to the trainer.
         """
         self._num_turns = 0
         try:
-            return generate(prompts)
+            return generate(*batch)
         finally:
             self._num_turns = None
             self._sleep()
@@ -239,7 +254,7 @@ class RolloutGenerator:
 
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
         """The trainer's settings, clipped to what the row can hold as vLLM does."""
-        trainer = self._trainer
+        trainer = self._settings
         room = max(self.engine.max_row_tokens - len(prompt), 1)
         return SamplingParams(
             max_new_tokens=min(trainer.max_completion_length, room),
@@ -263,11 +278,9 @@ class RolloutGenerator:
     def _score_and_log_gap(self, score: Any, inputs: Any) -> Any:
         """Run TRL's `_generate_and_score_completions`, and log how far the two sides are apart."""
         scored = score(inputs)
-        gaps = logp_gaps(self._trainer, scored, sample=self.config.exact)
-        if gaps is None:
-            return scored
-        mean, largest = gaps
-        log_gap(self._trainer, mean, largest)
+        found = gap_metrics(self._trainer, scored, sample=self.config.exact)
+        log_metrics(self._trainer, found)
+        largest = found.get("rollout/logp_gap_max", 0.0)
         if self.config.exact and largest > _EXACT_GAP and not self._warned:
             self._warned = True
             logger.warning(

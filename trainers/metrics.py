@@ -12,6 +12,8 @@ from torch import Tensor
 from rollout.telemetry import RolloutStats
 
 _SAMPLED_ROWS = 2
+# Positions in a completion: drift grows with them, and a mean over all would not show where.
+_BUCKETS = {"0-1K": (0, 1024), "1-4K": (1024, 4096), "4-16K": (4096, 16384), "16K+": (16384, None)}
 
 
 def log_rollout(trainer: Any, stats: RolloutStats) -> None:
@@ -48,8 +50,8 @@ def log_sleep(trainer: Any, stats: RolloutStats) -> None:
     _append(trainer, "rollout/sleep_ms", stats.sleep_s * 1e3)
 
 
-def logp_gaps(trainer: Any, scored: dict[str, Any], *, sample: bool) -> tuple[float, float] | None:
-    """How far the trainer's log-probabilities are from the rollout's.
+def gap_metrics(trainer: Any, scored: dict[str, Any], *, sample: bool) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from the rollout's, over all ranks.
 
     Args:
         trainer: The TRL trainer.
@@ -57,17 +59,57 @@ def logp_gaps(trainer: Any, scored: dict[str, Any], *, sample: bool) -> tuple[fl
         sample: Where the trainer has not computed its own, compute those of a few rows.
 
     Returns:
-        Mean and largest distance, or `None` where there is nothing to compare.
+        Metrics by name; none where there is nothing to compare.
     """
     sampled, trained = scored.get("sampling_per_token_logps"), scored.get("old_per_token_logps")
     if sampled is None or (trained is None and not sample):
-        return None
+        return {}
     mask = scored["completion_mask"] * scored.get("tool_mask", 1)
     if trained is None:
         sampled, mask = sampled[:_SAMPLED_ROWS], mask[:_SAMPLED_ROWS]
         trained = _trainers_logps(trainer, scored)
-    gaps = (trained - sampled).abs() * mask
-    return (gaps.sum() / mask.sum().clamp(min=1)).item(), gaps.max().item()
+    difference = (trained - sampled) * mask
+    found = _drift(trainer, difference.abs(), mask)
+    if "importance_sampling_ratio" in scored:
+        found |= _raw_ratio(trainer, difference, mask)
+    return found
+
+
+def _drift(trainer: Any, gaps: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean and largest distance, and the mean by position in the completion."""
+    columns = [gaps.sum(0), mask.sum(0)]
+    sums = [column[first:last].sum() for column in columns for first, last in _BUCKETS.values()]
+    ranks = _gather(trainer, [*sums, gaps.max()])
+    totals = ranks[:, :-1].sum(0).tolist()
+    distances, tokens = totals[: len(_BUCKETS)], totals[len(_BUCKETS) :]
+    found = {
+        "rollout/logp_gap": sum(distances) / max(sum(tokens), 1),
+        "rollout/logp_gap_max": ranks[:, -1].max().item(),
+    }
+    for name, distance, count in zip(_BUCKETS, distances, tokens, strict=True):
+        if count:
+            found[f"rollout/logp_gap/{name}"] = distance / count
+    return found
+
+
+def _raw_ratio(trainer: Any, difference: Tensor, mask: Tensor) -> dict[str, float]:
+    """TRL's importance ratios before it clips or masks them: its own metrics show them after."""
+    if trainer.vllm_importance_sampling_mode.startswith("sequence"):
+        difference, mask = difference.sum(1), torch.ones_like(mask[:, 0])
+    ratios = difference.exp() * mask
+    ranks = _gather(trainer, [ratios.sum(), mask.sum(), ratios.max()])
+    total, count, _ = ranks.sum(0).tolist()
+    return {
+        "sampling/raw_importance_sampling_ratio/mean": total / max(count, 1),
+        "sampling/raw_importance_sampling_ratio/max": ranks[:, -1].max().item(),
+    }
+
+
+def _gather(trainer: Any, values: list[Tensor]) -> Tensor:
+    """A row of numbers from each rank."""
+    local = torch.stack([value.float() for value in values])[None]
+    gathered: Tensor = trainer.accelerator.gather(local)
+    return gathered.cpu()
 
 
 @torch.no_grad()
@@ -83,16 +125,15 @@ def _trainers_logps(trainer: Any, scored: dict[str, Any]) -> Tensor:
     return logps
 
 
-def log_gap(trainer: Any, mean: float, largest: float) -> None:
-    """Log the distances that `logp_gaps` found.
+def log_metrics(trainer: Any, found: dict[str, float]) -> None:
+    """Log what `gap_metrics` found.
 
     Args:
         trainer: The TRL trainer.
-        mean: Over the tokens.
-        largest: Of a token.
+        found: Metrics by name.
     """
-    _append(trainer, "rollout/logp_gap", mean)
-    _append(trainer, "rollout/logp_gap_max", largest)
+    for name, value in found.items():
+        _append(trainer, name, value)
 
 
 def _append(trainer: Any, name: str, value: float) -> None:

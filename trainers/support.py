@@ -7,10 +7,10 @@ from typing import Any
 import trl
 from accelerate.utils import DistributedType
 from packaging.version import Version
-from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout.errors import UnsupportedTrainer
+from trainers.seams import find_seam, settings_of
 
 TESTED_TRL = ("1.15", "1.16")
 _SEAM = ("prompts", "images", "num_generations", "profiler")
@@ -53,12 +53,8 @@ def check_trainer(trainer: Any) -> None:
         UnsupportedTrainer: The reason, and the way out.
     """
     check_trl()
-    if not isinstance(trainer, GRPOTrainer):
-        raise UnsupportedTrainer(
-            f"{type(trainer).__name__} is not a trl.GRPOTrainer; only that one can take its "
-            "rollouts from the engine so far"
-        )
-    for reason in _reasons(trainer):
+    find_seam(trainer)
+    for reason in _reasons(settings_of(trainer)):
         raise UnsupportedTrainer(f"{type(trainer).__name__} cannot use the engine: {reason}")
 
 
