@@ -3,16 +3,17 @@
 PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
 ARGS ?=
+TRL ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
-.PHONY: help demo test check format test-gpu clean
+.PHONY: help demo test check format test-gpu test-upstream clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY)  ## train a small model with GRPO; options in ARGS="..."
 	$(BIN)/python examples/grpo.py --config examples/demo.yaml $(ARGS)
@@ -32,6 +33,14 @@ format: $(READY)  ## format the code and mend what can be mended
 
 test-gpu: $(READY)  ## run the tests that need a GPU; fails where there is none
 	ROLLOUT_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Another TRL lies before the one in .venv for this run alone; all other packages stay.
+test-upstream: $(READY)  ## check what we lean on in another TRL, say TRL=1.15.0
+	@test -n "$(TRL)" || { echo "Which one? For example: make test-upstream TRL=1.15.0" >&2; exit 2; }
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+		$(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps \
+			--target "$$folder" "trl==$(TRL)" && \
+		PYTHONPATH="$$folder" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_upstream.py
 
 clean:  ## delete .venv, caches and build files; keeps wandb/ and outputs/
 	rm -rf .venv build dist *.egg-info .hypothesis

@@ -1,10 +1,5 @@
 """Each trainer of TRL that can generate through vLLM generates through the engine instead."""
 
-import ast
-import inspect
-import textwrap
-from types import SimpleNamespace
-
 import pytest
 import tiny
 import torch
@@ -21,56 +16,6 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 def test_every_trainer_of_the_table_is_tested():
     assert {f"{kind}Trainer" for kind in KINDS} == set(SEAMS)
-
-
-def for_vllm(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("self.use_vllm", "args.use_vllm")
-
-
-def sets_for_vllm(source: str) -> dict[str, str]:
-    """Attribute -> expression, of what a constructor sets only where it is to use vLLM."""
-    found: dict[str, str] = {}
-
-    def note(statements):
-        for node in statements:
-            for child in ast.walk(node):
-                if isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Attribute):
-                    found[child.targets[0].attr] = ast.unparse(child.value)
-
-    for node in ast.walk(ast.parse(textwrap.dedent(source))):
-        if isinstance(node, ast.If) and for_vllm(node.test):
-            note(node.body)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp):
-            note([node] if for_vllm(node.value.test) else [])
-    return found
-
-
-@each_kind
-def test_the_table_says_what_the_constructor_sets(kind):
-    """Names and values, read from the source of the TRL that is installed."""
-    found = sets_for_vllm(inspect.getsource(trl_family.trainer_class(kind).__init__))
-    assert found.pop("vllm_generation").startswith("VLLMGeneration(")
-    args = SimpleNamespace(vllm_sync_frequency=3)
-    trainer = SimpleNamespace(use_vllm=True, vllm_sync_frequency=3)
-    values = {name: eval(text, {"args": args, "self": trainer}) for name, text in found.items()}
-    assert values == SEAMS[f"{kind}Trainer"].sets(args)
-
-
-def test_what_a_constructor_sets_is_found():
-    source = """
-        def __init__(self, args):
-            self.use_vllm = args.use_vllm
-            self.step = -1 if self.use_vllm else 0
-            if self.use_vllm:
-                self.vllm_generation = VLLMGeneration(args)
-                if args.mode == "server":
-                    self.client = 1
-            else:
-                self.generation_config = None
-            if not (args.use_vllm and args.mode == "server"):
-                raise ValueError
-    """
-    assert set(sets_for_vllm(source)) == {"step", "vllm_generation", "client"}
 
 
 @each_kind
@@ -92,24 +37,10 @@ def test_it_trains_on_what_the_engine_generates(kind, tmp_path):
     trainer = trl_family.build(kind, tmp_path)
     generator = trl_trainer.attach(trainer)
     trainer.model.generate = None
-    generate, gaps, asleep = generator.generate, [], []
-
-    def spying(prompts, *args, **kwargs):
-        result = generate(prompts, *args, **kwargs)
-        trainer_logprobs = (
-            tiny.logprobs(trainer.model, prompt, ids, trainer.temperature)
-            for prompt, ids in zip(prompts, result[1], strict=True)
-        )
-        for ours, wanted in zip(result[2], trainer_logprobs, strict=True):
-            gaps.append((torch.tensor(ours)[:, 0] - wanted).abs().max().item())
-            asleep.append(generator.engine.asleep)
-        return result
-
-    generator.generate = spying
+    gaps = trl_family.watch_gaps(trainer, generator)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     assert generator.engine.asleep
-    assert not any(asleep)
     assert len(gaps) == 3 * 8
     assert max(gaps) < 1e-5
     now = dict(trainer.model.named_parameters())

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 import tiny
+import torch
 import trl_trainer
 from datasets import Dataset
 from tokenizers import pre_tokenizers
@@ -59,19 +60,34 @@ def trainer_class(kind: str) -> type:
 def build(kind: str, tmp_path, **changes: Any) -> Any:
     """A stock trainer on the CPU; `changes` are TRL's own arguments."""
     tokenizer, model = _tokenizer(), changes.pop("model", None) or tiny.build()
-    eval_dataset = changes.pop("eval_dataset", None)
+    extra = {name: changes.pop(name) for name in ("eval_dataset", "peft_config") if name in changes}
     config = getattr(import_module(HOMES[kind]), f"{kind}Config")
     arguments = {"output_dir": str(tmp_path), **_ARGUMENTS, **_OWN_ARGUMENTS[kind], **changes}
     trainer = trainer_class(kind)(
         model=model,
         args=config(**arguments),
         train_dataset=_dataset(kind),
-        eval_dataset=eval_dataset,
+        **extra,
         processing_class=tokenizer,
         **_partners(kind, tmp_path, tokenizer),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def watch_gaps(trainer, generator) -> list[float]:
+    """Of each row that is generated: how far its scores are from what the model says just then."""
+    generate, gaps = generator.generate, []
+
+    def watched(prompts, *args, **kwargs):
+        result = generate(prompts, *args, **kwargs)
+        for prompt, ids, scores in zip(prompts, result[1], result[2], strict=True):
+            wanted = tiny.logprobs(trainer.model, prompt, ids, trainer.temperature)
+            gaps.append((torch.tensor(scores)[:, 0] - wanted).abs().max().item())
+        return result
+
+    generator.generate = watched
+    return gaps
 
 
 def _tokenizer() -> Any:

@@ -1,0 +1,75 @@
+"""Trainings of adapters: rollouts are what the adapters, as they then are, make of the model."""
+
+import pytest
+import tiny
+import torch
+import trl_family
+import trl_trainer
+from peft import LoraConfig, get_peft_model
+
+LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "task_type": "CAUSAL_LM"}
+
+
+def adapted(trainer):
+    """Weights of the adapters, and of what is saved with them."""
+    names = ("lora_", "modules_to_save")
+    parameters = trainer.model.named_parameters()
+    return {name: p.detach().clone() for name, p in parameters if any(n in name for n in names)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}],
+    ids=str,
+)
+def test_each_kind_of_adapter_trains_on_its_own_rollouts(tmp_path, changes):
+    config = LoraConfig(**LORA, **changes)
+    trainer = trl_family.build("GRPO", tmp_path, peft_config=config, learning_rate=0.05)
+    gaps = trl_family.watch_gaps(trainer, trl_trainer.attach(trainer))
+    before = adapted(trainer)
+    trainer.train()
+    assert len(gaps) == 3 * 8
+    assert max(gaps) < 1e-4
+    assert any(not torch.equal(weight, before[name]) for name, weight in adapted(trainer).items())
+
+
+def test_the_reference_is_the_model_without_its_adapters(tmp_path):
+    """With the engine attached too, where the reference pass switches adapters off and on again."""
+    config = LoraConfig(**LORA)
+    trainer = trl_family.build("GRPO", tmp_path, peft_config=config, beta=0.1, learning_rate=0.05)
+    gaps = trl_family.watch_gaps(trainer, trl_trainer.attach(trainer))
+    trainer.train()
+    assert max(gaps) < 1e-4
+    first, *later = trl_trainer.logged(trainer, "kl")
+    assert first == pytest.approx(0.0, abs=1e-6)
+    assert max(later) > 1e-4
+
+
+def test_rollouts_follow_the_adapter_that_is_set(tmp_path):
+    model = get_peft_model(tiny.build(), LoraConfig(**LORA, init_lora_weights=False))
+    model.add_adapter("other", LoraConfig(**LORA, init_lora_weights=False))
+    trainer = trl_family.build("GRPO", tmp_path, model=model)
+    gaps = trl_family.watch_gaps(trainer, trl_trainer.attach(trainer))
+    drawn = []
+    for adapter in ("default", "other", "default"):
+        model.set_adapter(adapter)
+        drawn.append(trainer._generate(["xyzabc"] * 4)[1])
+    assert max(gaps) < 1e-4
+    assert drawn[0] != drawn[1]
+
+
+def test_a_teacher_that_is_an_adapter_of_the_same_model_does_not_generate(tmp_path):
+    """SDFT adds an adapter for its averaged teacher to the model that the engine serves."""
+    trainer = trl_family.build(
+        "SDFT",
+        tmp_path,
+        peft_config=LoraConfig(**LORA),
+        teacher_model_kind="ema",
+        learning_rate=0.05,
+    )
+    gaps = trl_family.watch_gaps(trainer, trl_trainer.attach(trainer))
+    trainer.train()
+    assert "teacher" in trainer.model.peft_config
+    assert trainer.model.active_adapter == "default"
+    assert len(gaps) == 3 * 8
+    assert max(gaps) < 1e-4
