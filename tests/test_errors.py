@@ -103,6 +103,7 @@ def test_bad_sampling_is_named(knobs, message):
         ({"kv_fraction": "x"}, "kv_fraction='x'"),
         ({"progress_bar": math.nan}, "progress_bar=nan"),
         ({"entropies": 1}, "entropies=1: it must be True or False"),
+        ({"kept_mass": 1}, "kept_mass=1: it must be True or False"),
         ({"compile_layers": 1}, "compile_layers=1: it must be True, False or None"),
         ({"on_policy": "near"}, "on_policy='near': it must be 'close' or 'exact'"),
     ],
