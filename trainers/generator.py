@@ -22,6 +22,7 @@ from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
 from trainers.metrics import log_gap, log_rollout, log_sleep, logp_gaps
+from trainers.sampling import row_sampling
 from trainers.support import check_trainer
 
 logger = logging.getLogger(__name__)
@@ -230,13 +231,8 @@ class RolloutGenerator:
 
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
         """The trainer's settings, clipped to what the row can hold as vLLM does."""
-        trainer = self._trainer
         room = max(self.engine.max_row_tokens - len(prompt), 1)
-        return SamplingParams(
-            max_new_tokens=min(trainer.max_completion_length, room),
-            temperature=trainer.temperature,
-            eos_token_ids=tuple(trainer.eos_token_ids),
-        )
+        return row_sampling(self._trainer, room)
 
     def _row_seeds(self, num_rows: int) -> list[int]:
         """Seeds that differ by call, rank and row, and that a resumed run draws again."""
