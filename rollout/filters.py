@@ -6,11 +6,11 @@ Shape letters: R decoding rows, L lanes, V vocabulary, S settings.
 import torch
 from torch import Tensor
 
-from rollout.kernels.keep import keep
 from rollout.kernels.penalties import penalise
 from rollout.kernels.sample import scale
 from rollout.marks import HELD, ONCE
 from rollout.request import SETTINGS, Draw
+from rollout.sampling import keep
 from rollout.slots import IOSlot
 
 

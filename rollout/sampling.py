@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rollout.kernels import keep as keep_reference
 from rollout.kernels import sample as reference
 
 
@@ -19,6 +20,15 @@ def sample(
 
         return kernel.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
     return reference.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
+
+
+def keep(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """The tokens that top-k, top-p and min-p keep, bool, `(R, V)`; see `rollout.kernels.keep`."""
+    if scaled_RV.is_cuda:
+        from rollout.kernels import keep_triton as kernel  # Triton is not there on every CPU
+
+        return kernel.keep(scaled_RV, top_k_R, top_p_R, min_p_R)
+    return keep_reference.keep(scaled_RV, top_k_R, top_p_R, min_p_R)
 
 
 def sample_among(
