@@ -87,7 +87,7 @@ class SamplingParams:
     """Draw among the fewest most likely tokens with this probability together."""
 
     min_p: float = 0.0
-    """Draw among tokens with this share of the most likely one's probability, at least."""
+    """Draw among tokens with this share, or more, of the most likely one's probability."""
 
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens in prompt and completion, and multiplies negative ones."""
@@ -111,9 +111,8 @@ class SamplingParams:
         held_back = self.min_new_tokens > 0 and self.eos_token_ids
         if penalties != (1, 0, 0) or self.suppress_tokens or held_back:
             return Draw.MARKED
-        return (
-            Draw.KEPT if (max(self.top_k, 0), self.top_p, self.min_p) != (0, 1, 0) else Draw.PLAIN
-        )
+        keeps_all = (max(self.top_k, 0), self.top_p, self.min_p) == (0, 1, 0)
+        return Draw.PLAIN if keeps_all else Draw.KEPT
 
     def __new__(cls, **knobs: Any) -> Self:
         """Refuse unknown names with an error that knows the right ones."""

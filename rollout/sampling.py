@@ -56,7 +56,7 @@ def sample_among(
     drawn_R, _ = sample(among_RV, temperature_R, seeds_R, positions_R)
     both_R2 = logits_RV.gather(1, torch.stack([tokens_R, drawn_R], dim=1))
     scaled_R2 = reference.scale(both_R2, temperature_R)
-    # Both draws are of one distribution, so their log-probabilities differ as their logits do.
+    # Log-probabilities of one distribution differ as the logits do: not at all, for one token.
     scores_RS[:, 0] += scaled_R2[:, 1] - scaled_R2[:, 0]
     return drawn_R, scores_RS
 
@@ -65,5 +65,5 @@ def kept_mass(logits_RV: Tensor, among_RV: Tensor, temperature_R: Tensor) -> Ten
     """Probability, at temperature, of the tokens that a row draws among, float32, `(R,)`."""
     kept_RV = among_RV > -torch.inf
     shares_RV = reference.scale(logits_RV, temperature_R).softmax(dim=1)
-    mass_R = shares_RV.masked_fill(~kept_RV, 0.0).sum(dim=1)
+    mass_R = shares_RV.masked_fill(~kept_RV, 0.0).sum(dim=1).clamp(max=1.0)
     return mass_R.masked_fill(kept_RV.all(dim=1), 1.0)
