@@ -66,7 +66,11 @@ class RolloutConfig:
     compute each group by one product. Parameters, values and checkpoints stay what they are."""
 
     entropies: bool = False
-    """Also return the entropy of the distribution that each token was drawn from."""
+    """Also return the entropy of each token's distribution over the full vocabulary."""
+
+    kept_mass: bool = False
+    """Also return the probability of the tokens that `top_k`, `top_p`, `min_p` and the suppressed
+    ones leave. Without penalties, a log-probability less its logarithm is that of the draw."""
 
     progress_bar: bool = False
     """Show a `tqdm` bar of finished rows while generating."""
@@ -86,8 +90,8 @@ class RolloutConfig:
 
     @property
     def num_scores(self) -> int:
-        """Numbers that come with each token: its log-probability, and perhaps the entropy."""
-        return 2 if self.entropies else 1
+        """Numbers that come with each token: its log-probability, perhaps entropy, kept mass."""
+        return 1 + self.entropies + self.kept_mass
 
     def __new__(cls, **knobs: Any) -> Self:
         """Refuse unknown names with an error that knows the right ones."""
@@ -109,7 +113,7 @@ class RolloutConfig:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: it must be above 0 and at most 1")
         if self.kv_keep not in ("rollout", "always"):
             raise ConfigError(f"kv_keep={self.kv_keep!r}: it must be 'rollout' or 'always'")
-        for name in ("fuse_projections", "entropies", "progress_bar"):
+        for name in ("fuse_projections", "entropies", "kept_mass", "progress_bar"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: it must be True or False")

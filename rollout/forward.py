@@ -3,7 +3,7 @@
 Shape letters: T packed tokens, R decoding rows, L lanes, P pages of a row, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.attention import PagedAttention, Prefilled
+from rollout.filters import Filters
 from rollout.kv_cache import KVCache
 from rollout.pages import TRASH_PAGE
-from rollout.request import Ints, Segment
-from rollout.sampling import sample
+from rollout.request import Draw, Ints, Segment
+from rollout.sampling import kept_mass, sample, sample_among
 from rollout.slots import IOSlot
 
 # A compiler takes equal sizes for one and the same; this one is no model's.
@@ -45,6 +46,7 @@ class Lanes:
         seeds_L: Key of the row's random numbers, int64.
         temperatures_L: Divides the row's logits, float32.
         block_table_LP: Page ids in token order, int64.
+        filters: What else draws go by; `None` until a row's do.
     """
 
     tokens_L: Tensor
@@ -52,6 +54,7 @@ class Lanes:
     seeds_L: Tensor
     temperatures_L: Tensor
     block_table_LP: Tensor
+    filters: Filters | None = None
 
     @classmethod
     def empty(cls, max_rows: int, max_row_pages: int, device: torch.device) -> "Lanes":
@@ -65,12 +68,19 @@ class Lanes:
     @property
     def num_bytes(self) -> int:
         """Bytes that all of it takes."""
-        return sum(state.nbytes for state in vars(self).values())
+        return sum(state.nbytes for state in vars(self).values() if state is not None)
 
     @property
     def trash_lane(self) -> int:
         """The lane of padding rows."""
         return len(self.positions_L) - 1
+
+    def open_filters(self, draws: Collection[Draw], vocab_size: int) -> None:
+        """Have what these kinds of draws need."""
+        if self.filters is None and max(draws, default=Draw.PLAIN) > Draw.PLAIN:
+            self.filters = Filters(len(self.positions_L), self.positions_L.device)
+        if self.filters is not None and Draw.MARKED in draws:
+            self.filters.open_marks(vocab_size)
 
     def admit(self, slot: IOSlot) -> None:
         """Apply a batch's admissions and new pages, where it has any."""
@@ -80,6 +90,8 @@ class Lanes:
             self.positions_L[lanes] = positions
             self.seeds_L[lanes] = seeds
             self.temperatures_L[lanes] = slot.temperatures.value
+            if self.filters is not None:
+                self.filters.admit(slot)
         if slot.new_pages.length:
             lanes, index, pages = slot.new_pages.value.unbind(1)
             self.block_table_LP[lanes, index] = pages
@@ -92,7 +104,8 @@ class Forward:
         model: The twin.
         kv_cache: Pages that the model's attention reads and writes.
         lanes: State of the running rows.
-        num_scores: 1 for the log-probability of each token, 2 for the entropy as well.
+        entropies: Score each token by the entropy as well.
+        kept_mass: And by the probability of the tokens that it was drawn among.
         exact: Attend as the trainer does in exact mode.
         least_rows: On a GPU a prefill of fewer tokens is padded to so many.
     """
@@ -102,15 +115,17 @@ class Forward:
         model: LanguageModel,
         kv_cache: KVCache,
         lanes: Lanes,
-        num_scores: int = 1,
         *,
+        entropies: bool = False,
+        kept_mass: bool = False,
         exact: bool = False,
         least_rows: int = 1,
     ) -> None:
         self.lanes = lanes
-        self.num_scores = num_scores
+        self.num_scores = 1 + entropies + kept_mass
         self.least_rows = least_rows
         self._exact = exact
+        self._kept_mass = kept_mass
         self._model = model
         self._kv_cache = kv_cache
 
@@ -145,12 +160,15 @@ class Forward:
         for source, target in copies:
             self._kv_cache.copy_page(int(source), int(target))
 
-    def decode(self, lanes_R: Tensor, max_context: int) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, lanes_R: Tensor, max_context: int, draw: Draw = Draw.PLAIN
+    ) -> tuple[Tensor, Tensor]:
         """Draw the next token of the row in each lane, and advance the lanes.
 
         Args:
             lanes_R: Lanes to run, int64; the trash lane where a row is padding.
             max_context: No row's context is longer, the new token included.
+            draw: What the rows' draws take.
 
         Returns:
             Token ids, int64, `(R,)`, and scores, float32, `(R, num_scores)`.
@@ -168,10 +186,27 @@ class Forward:
         )
         rows = torch.arange(len(lanes_R), device=lanes_R.device)
         logits_RV = self._model.logits(tokens_R, positions_R, rows, paged)
-        temperatures_R, seeds_R = state.temperatures_L[lanes_R], state.seeds_L[lanes_R]
-        how = temperatures_R, seeds_R, positions_R + 1
-        sampled_R, scores_RS = sample(logits_RV, *how, self.num_scores)
+        sampled_R, scores_RS = self._draw(logits_RV, lanes_R, positions_R + 1, draw)
         state.tokens_L[lanes_R] = sampled_R
         # ORDER: the trash lane's position stays 0, so padding writes to the trash page alone
         state.positions_L[lanes_R] = positions_R + (lanes_R != state.trash_lane)
+        return sampled_R, scores_RS
+
+    def _draw(
+        self, logits_RV: Tensor, lanes_R: Tensor, positions_R: Tensor, draw: Draw
+    ) -> tuple[Tensor, Tensor]:
+        state, num_scores = self.lanes, self.num_scores - self._kept_mass
+        temperatures_R = state.temperatures_L[lanes_R]
+        how = temperatures_R, state.seeds_L[lanes_R], positions_R
+        if draw == Draw.PLAIN:
+            sampled_R, scores_RS = sample(logits_RV, *how, num_scores)
+            return sampled_R, pad(scores_RS, (0, 1), value=1.0) if self._kept_mass else scores_RS
+        assert state.filters is not None
+        among_RV = state.filters.limit(logits_RV, lanes_R, temperatures_R, positions_R, draw)
+        sampled_R, scores_RS = sample_among(logits_RV, among_RV, *how, num_scores)
+        if draw == Draw.MARKED:
+            state.filters.drawn(lanes_R, sampled_R)
+        if self._kept_mass:
+            mass_R = kept_mass(logits_RV, among_RV, temperatures_R)
+            scores_RS = torch.cat([scores_RS, mass_R[:, None]], dim=1)
         return sampled_R, scores_RS

@@ -5,7 +5,7 @@ input on the compute stream, and tokens out of their output, which lies outside 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count, product, takewhile
 from typing import Any
@@ -14,11 +14,16 @@ import torch
 
 from rollout.forward import Forward
 from rollout.kernels import SPLIT_TOKENS
+from rollout.request import Batch, Draw
 from rollout.slots import IOSlot, Streams
 
 logger = logging.getLogger(__name__)
 
 _SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+
+
+# Padded rows, the bound of the context, and what the draws take.
+_Key = tuple[int, int, Draw]
 
 
 class GraphCache:
@@ -48,8 +53,8 @@ class GraphCache:
         self._sizes = sorted({max(size, forward.least_rows) for size in sizes})
         self._on_gpu = device.type == "cuda"
         self._signature: Any = None
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._refused: set[tuple[int, int]] = set()
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._refused: set[_Key] = set()
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
         trash_lane = forward.lanes.trash_lane
@@ -65,12 +70,15 @@ class GraphCache:
         """Graphs ready to be replayed."""
         return len(self._graphs)
 
-    def prepare(self, num_rows: int, max_context: int, signature: Any) -> None:
+    def prepare(
+        self, num_rows: int, max_context: int, draws: Collection[Draw], signature: Any
+    ) -> None:
         """Capture what a rollout can need, before it is served, largest first.
 
         Args:
             num_rows: Most rows that decode together.
             max_context: Longest context.
+            draws: What draws of some of them take: a batch does for all its rows what one needs.
             signature: Addresses and settings that the graphs have baked in. Where they have
                 changed, what was captured is dropped.
         """
@@ -84,7 +92,7 @@ class GraphCache:
             self.pool_bytes = 0
             self._signature = signature
             self._open_pool()
-        for key in sorted(self._keys(num_rows, max_context), reverse=True):
+        for key in sorted(self._keys(num_rows, max_context, draws), reverse=True):
             if key not in self._graphs and key not in self._refused:
                 self._capture(key)
 
@@ -100,29 +108,30 @@ class GraphCache:
             # ORDER: behind the prefill that fills a page, before a row writes to its copy
             self.forward.fork(batch.copies)
             if len(batch.rows):
-                self._decode(slot, len(batch.rows), batch.max_context)
+                self._decode(slot, batch)
 
-    def _decode(self, slot: IOSlot, num_rows: int, max_context: int) -> None:
-        size, context = self._key(num_rows, max_context)
+    def _decode(self, slot: IOSlot, batch: Batch) -> None:
+        num_rows = len(batch.rows)
+        size, context, draw = key = self._key(num_rows, batch.max_context, batch.draw)
         self._lanes[:num_rows].copy_(slot.lanes.value)
         self._lanes[num_rows:size].fill_(self.forward.lanes.trash_lane)
-        graph = self._graphs.get((size, context))
+        graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
         else:
             self.num_eager += self._on_gpu
-            self._step(size, context)
+            self._step(size, context, draw)
         slot.tokens[:num_rows].copy_(self._tokens[:num_rows])
         slot.scores[:num_rows].copy_(self._scores[:num_rows])
 
-    def _step(self, size: int, context: int) -> None:
+    def _step(self, size: int, context: int, draw: Draw) -> None:
         """What is captured."""
-        tokens, scores = self.forward.decode(self._lanes[:size], context)
+        tokens, scores = self.forward.decode(self._lanes[:size], context, draw)
         self._tokens[:size].copy_(tokens)
         self._scores[:size].copy_(scores)
 
     @torch.no_grad()
-    def _capture(self, key: tuple[int, int]) -> None:
+    def _capture(self, key: _Key) -> None:
         """Capture one size, or note that it runs eagerly and warn once."""
         graph = torch.cuda.CUDAGraph()
         with self._streams.module.stream(self._streams.compute):
@@ -140,7 +149,7 @@ class GraphCache:
                 return
         self._graphs[key] = graph
 
-    def _refuse(self, key: tuple[int, int], error: RuntimeError) -> None:
+    def _refuse(self, key: _Key, error: RuntimeError) -> None:
         if not self._refused:
             text = "decode of %d rows cannot be captured and runs eagerly, more slowly: %s"
             logger.warning(text, key[0], error)
@@ -157,19 +166,19 @@ class GraphCache:
         with compute, _capturing(self._anchor, self._pool):
             self._lanes.fill_(self.forward.lanes.trash_lane)
 
-    def _key(self, num_rows: int, max_context: int) -> tuple[int, int]:
-        """Every whole number that a graph bakes in: padded rows, and the bound of the context."""
+    def _key(self, num_rows: int, max_context: int, draw: Draw = Draw.PLAIN) -> _Key:
+        """Every whole number that a graph bakes in."""
         if not self._on_gpu:
-            return num_rows, max_context
+            return num_rows, max_context, draw
         contexts = (context for context in _contexts() if context >= max_context)
-        return next(size for size in self._sizes if size >= num_rows), next(contexts)
+        return next(size for size in self._sizes if size >= num_rows), next(contexts), draw
 
-    def _keys(self, num_rows: int, max_context: int) -> list[tuple[int, int]]:
+    def _keys(self, num_rows: int, max_context: int, draws: Collection[Draw]) -> list[_Key]:
         """All keys up to a size and a context."""
-        largest, longest = self._key(num_rows, max_context)
+        largest, longest, _ = self._key(num_rows, max_context)
         sizes = [size for size in self._sizes if size <= largest]
         contexts = takewhile(lambda context: context <= longest, _contexts())
-        return list(product(sizes, contexts))
+        return list(product(sizes, contexts, draws))
 
 
 def _contexts() -> Iterator[int]:

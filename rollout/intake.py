@@ -8,7 +8,7 @@ import numpy as np
 from rollout.config import RolloutConfig
 from rollout.errors import OutOfPages, RequestError, check_count
 from rollout.pages import pages_for
-from rollout.request import Request, SamplingParams
+from rollout.request import Draw, Request, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,29 @@ def _build_request(
     check_count(RequestError, "seed", seed, least=0)
     if seed >= 2**63:
         raise RequestError(f"seed={seed}: it must be from 0 to 2**63 - 1")
+    _check_drawable(sampling, limits.vocab_size)
     request = Request(tokens.astype(np.int64), sampling, int(seed))
     _check_fits(request, limits)
     return request
+
+
+def _check_drawable(sampling: SamplingParams, vocab_size: int) -> None:
+    """Tokens that must not be drawn are known to the model, and leave one that may be."""
+    if sampling.draw != Draw.MARKED:
+        return
+    held_back = sampling.eos_token_ids if sampling.min_new_tokens else ()
+    for name, tokens in (
+        ("suppress_tokens", sampling.suppress_tokens),
+        ("min_new_tokens needs eos_token_ids", held_back),
+    ):
+        if max(tokens, default=0) >= vocab_size:
+            raise RequestError(
+                f"{name}: token id {max(tokens)} is outside the vocabulary, 0 to {vocab_size - 1}"
+            )
+    if len({*sampling.suppress_tokens, *held_back}) == vocab_size:
+        raise RequestError(
+            f"suppress_tokens and min_new_tokens leave none of the {vocab_size} tokens to draw"
+        )
 
 
 def _check_fits(request: Request, limits: Limits) -> None:

@@ -43,6 +43,7 @@ class LaneTable:
         self.expected_new = np.zeros(num_lanes, np.int64)
         self.num_pages = np.zeros(num_lanes, np.int64)
         self.age = np.zeros(num_lanes, np.int64)
+        self.draw = np.zeros(num_lanes, np.int64)
         self.block_table = np.zeros((num_lanes, max_row_pages), np.int64)
         self._eos = np.full((num_lanes, 1), NO_TOKEN, np.int64)
         self._log = TokenLog(num_lanes, config.num_scores)
@@ -73,7 +74,7 @@ class LaneTable:
         self.row[lane], self.age[lane] = row.id, row.age
         self.position[lane] = row.num_tokens - 1
         self.num_launched[lane] = self.num_settled[lane] = len(row.tokens)
-        self.max_new[lane] = sampling.max_new_tokens
+        self.max_new[lane], self.draw[lane] = sampling.max_new_tokens, sampling.draw
         self.expected_new[lane] = row.expected_new
         self._eos = extend(self._eos.T, len(sampling.eos_token_ids), NO_TOKEN).T
         self._eos[lane] = NO_TOKEN

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.request import Admission, Batch, Ints, Segment
+from rollout.marks import marks_of
+from rollout.request import Admission, Batch, Draw, Ints, Segment
 from rollout.row import Row
 
 _NO_PAGES = np.empty((0, 3), np.int64)
@@ -31,8 +32,13 @@ class Plan:
         self.admission.positions.append(row.num_tokens - 1)
         self.admission.seeds.append(row.request.seed)
         self.admission.temperatures.append(row.request.sampling.temperature)
+        self.admission.settings.append(row.request.settings)
+        if row.request.sampling.draw == Draw.MARKED:
+            self.admission.marks.append(marks_of(lane, row.request, row.tokens))
 
-    def batch(self, rows: Ints, lanes: Ints, max_context: int, policy_version: int) -> Batch:
+    def batch(
+        self, rows: Ints, lanes: Ints, max_context: int, draw: Draw, policy_version: int
+    ) -> Batch:
         """The batch, with the rows that decode."""
         return Batch(
             rows=rows,
@@ -47,6 +53,7 @@ class Plan:
             restores=_pairs(self.restores),
             num_shared=self.num_shared,
             num_preempted=self.num_preempted,
+            draw=draw,
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +12,26 @@ from rollout.errors import RequestError, check_count, is_real, reject_unknown
 
 # Logits divided by less could overflow.
 _COLDEST = 1e-6
+
+# vLLM's bounds of the penalties, but for the strongest repetition penalty.
+_BOUNDS = {
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-2, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+
+# A row's settings, and values of no effect; a row may stop from position `first_stop` on.
+SETTINGS = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "first_stop": 0,
+}
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -26,9 +46,26 @@ class FinishReason(StrEnum):
     """It reached `max_new_tokens`."""
 
 
+class Draw(IntEnum):
+    """What a draw looks at; a step does for all of its rows what one of them needs."""
+
+    PLAIN = 0
+    """The logits alone."""
+    KEPT = 1
+    """The logits of the tokens that `top_k`, `top_p` and `min_p` keep."""
+    MARKED = 2
+    """Those, after they were changed by what the device holds of each token of the vocabulary."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one row's tokens are drawn, and when it ends.
+
+    Logits are penalised, then tokens are suppressed, then the logits are divided by the
+    temperature, then `top_k`, `top_p` and `min_p` each keep some of what the one before has left:
+    transformers' order. vLLM applies `min_p` first. Tokens that tie with the last one kept are kept
+    too. Whatever is asked, log-probabilities are those of the logits as the model gives them, at
+    the temperature, over the full vocabulary, which is what a trainer computes.
 
     Raises:
         RequestError: A name is unknown or a value cannot work.
@@ -37,11 +74,45 @@ class SamplingParams:
     max_new_tokens: int
     """Most tokens to generate, the final EOS included."""
 
+    min_new_tokens: int = 0
+    """No `eos_token_ids` is drawn before so many tokens are; vLLM's `min_tokens`."""
+
     temperature: float = 1.0
     """Divides the logits. 0 takes the most likely token; its log-probability is then at 1."""
 
+    top_k: int = 0
+    """Draw among so many most likely tokens. 0 or -1: among all."""
+
+    top_p: float = 1.0
+    """Draw among the fewest most likely tokens with this probability together."""
+
+    min_p: float = 0.0
+    """Draw among tokens with this share, or more, of the most likely one's probability."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in prompt and completion, and multiplies negative ones."""
+
+    presence_penalty: float = 0.0
+    """Is taken off the logits of tokens in the completion; vLLM's, transformers has none."""
+
+    frequency_penalty: float = 0.0
+    """Is taken off a token's logit for each time it is in the completion; vLLM's too."""
+
+    suppress_tokens: tuple[int, ...] = ()
+    """These are never drawn."""
+
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends the row; it is kept as the completion's last token."""
+
+    @property
+    def draw(self) -> Draw:
+        """What drawing such a row's tokens takes."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        held_back = self.min_new_tokens > 0 and self.eos_token_ids
+        if penalties != (1, 0, 0) or self.suppress_tokens or held_back:
+            return Draw.MARKED
+        keeps_all = (max(self.top_k, 0), self.top_p, self.min_p) == (0, 1, 0)
+        return Draw.PLAIN if keeps_all else Draw.KEPT
 
     def __new__(cls, **knobs: Any) -> Self:
         """Refuse unknown names with an error that knows the right ones."""
@@ -50,14 +121,33 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_count(RequestError, "max_new_tokens", self.max_new_tokens)
+        check_count(RequestError, "min_new_tokens", self.min_new_tokens, least=0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens={self.min_new_tokens}: it must be at most max_new_tokens="
+                f"{self.max_new_tokens}"
+            )
         if not is_real(self.temperature) or 0 != self.temperature < _COLDEST:
             raise RequestError(
                 f"temperature={self.temperature!r}: it must be 0, or finite and at least {_COLDEST}"
             )
-        if not isinstance(self.eos_token_ids, tuple):
-            raise RequestError(f"eos_token_ids={self.eos_token_ids!r}: it must be a tuple of ids")
-        for token in self.eos_token_ids:
-            check_count(RequestError, "a token of eos_token_ids", token, least=0)
+        check_count(RequestError, "top_k", self.top_k, least=-1)
+        for name, (least, most) in _BOUNDS.items():
+            _check_between(name, getattr(self, name), least, most)
+        for name in ("eos_token_ids", "suppress_tokens"):
+            _check_tokens(name, getattr(self, name))
+
+
+def _check_between(name: str, value: Any, least: float, most: float) -> None:
+    if not is_real(value) or not least <= value <= most:
+        raise RequestError(f"{name}={value!r}: it must be from {least} to {most}")
+
+
+def _check_tokens(name: str, tokens: Any) -> None:
+    if not isinstance(tokens, tuple):
+        raise RequestError(f"{name}={tokens!r}: it must be a tuple of ids")
+    for token in tokens:
+        check_count(RequestError, f"a token of {name}", token, least=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +164,14 @@ class Request:
     prompt: Ints
     sampling: SamplingParams
     seed: int = 0
+
+    @property
+    def settings(self) -> tuple[float, ...]:
+        """What its draws go by besides the temperature, in the order of `SETTINGS`."""
+        how = self.sampling
+        first_stop = len(self.prompt) + how.min_new_tokens
+        penalties = (how.repetition_penalty, how.presence_penalty, how.frequency_penalty)
+        return (max(how.top_k, 0), how.top_p, how.min_p, *penalties, first_stop)
 
     @property
     def max_tokens(self) -> int:
@@ -111,6 +209,8 @@ class Admission:
         positions: Its position.
         seeds: Key of the row's random numbers.
         temperatures: Divides the row's logits.
+        settings: What else its draws go by, in the order of `SETTINGS`.
+        marks: `(marks, 3)` of each row: lane, token id, and mark; see `rollout.marks`.
     """
 
     lanes: list[int] = field(default_factory=list)
@@ -118,6 +218,8 @@ class Admission:
     positions: list[int] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
+    settings: list[tuple[float, ...]] = field(default_factory=list)
+    marks: list[Ints] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +239,7 @@ class Batch:
         restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.
         num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
         num_preempted: Rows that lost their lane for want of pages.
+        draw: What the draws of its rows take.
     """
 
     rows: Ints
@@ -151,6 +254,7 @@ class Batch:
     restores: Ints
     num_shared: int
     num_preempted: int
+    draw: Draw = Draw.PLAIN
 
     @property
     def num_prefilled(self) -> int:
@@ -170,8 +274,10 @@ class Completion:
         finish_reason: Why it ended.
         policy_versions: The weights that generated it: each policy version, in order, with the
             number of tokens that are its.
-        entropies: Entropy, in nats, of the distribution that each token was drawn from;
-            `None` unless `RolloutConfig(entropies=True)`.
+        entropies: Entropy, in nats, of each token's distribution at the temperature over the full
+            vocabulary; `None` unless `RolloutConfig(entropies=True)`.
+        kept_mass: Probability, in that distribution, of all tokens among which each was drawn;
+            `None` unless `RolloutConfig(kept_mass=True)`.
     """
 
     row: int
@@ -180,3 +286,4 @@ class Completion:
     finish_reason: FinishReason
     policy_versions: list[tuple[int, int]]
     entropies: list[float] | None = None
+    kept_mass: list[float] | None = None

@@ -65,7 +65,7 @@ class Row:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) == sampling.max_new_tokens else None
 
-    def completed(self, reason: FinishReason, *, entropies: bool) -> Completion:
+    def completed(self, reason: FinishReason, *, entropies: bool, kept_mass: bool) -> Completion:
         """What it became."""
         ends = [*(first for _, first in self.versions[1:]), len(self.tokens)]
         spans = [(v, end - first) for (v, first), end in zip(self.versions, ends, strict=True)]
@@ -77,4 +77,5 @@ class Row:
             finish_reason=reason,
             policy_versions=spans,
             entropies=scores[1] if entropies else None,
+            kept_mass=scores[-1] if kept_mass else None,
         )

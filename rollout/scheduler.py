@@ -18,7 +18,7 @@ from rollout.order import Lengths, WaitingLine
 from rollout.pages import pages_for
 from rollout.plan import Plan
 from rollout.preemption import Preemption
-from rollout.request import Batch, Completion, FinishReason, Floats, Ints, Request
+from rollout.request import Batch, Completion, Draw, FinishReason, Floats, Ints, Request
 from rollout.row import NO_AGE, Row
 
 
@@ -84,11 +84,12 @@ class Scheduler:
         most = self._config.max_rows
         return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
 
-    def largest_batch(self) -> tuple[int, int]:
-        """Most rows that can decode together, and their longest context, from now on."""
+    def largest_batch(self) -> tuple[int, int, set[Draw]]:
+        """Most rows that can decode together, their longest context and their kinds of draw."""
         rows = [*self._lanes.rows.values(), *self._line]
         longest = max((row.request.max_tokens for row in rows), default=0)
-        return min(len(rows), self._config.max_rows), longest
+        draws = {row.request.sampling.draw for row in rows}
+        return min(len(rows), self._config.max_rows), longest, draws
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Queue requests that are submitted together. Returns their row ids, which go on counting.
@@ -122,7 +123,8 @@ class Scheduler:
         max_context = int(lanes.position[running].max(initial=0)) + 1
         lanes.position[running] += 1
         lanes.num_launched[running] += 1
-        return plan.batch(lanes.row[running], running, max_context, policy_version)
+        draw = Draw(int(lanes.draw[running].max(initial=Draw.PLAIN)))
+        return plan.batch(lanes.row[running], running, max_context, draw, policy_version)
 
     def commit(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
         """Settle a finished batch: record each row's token, and end the rows that are done.
@@ -130,7 +132,7 @@ class Scheduler:
         Args:
             batch: The batch as it was launched.
             tokens: Sampled token of each of `batch.rows`, `(rows,)`.
-            scores: Its log-probability, and the entropy if asked for, `(rows, 1 or 2)`.
+            scores: Its log-probability, and what else was asked for, `(rows, num_scores)`.
 
         Raises:
             RolloutError: A log-probability is not finite.
@@ -224,7 +226,8 @@ class Scheduler:
     def _complete(self, row: Row, reason: FinishReason) -> Completion:
         self._host_pages.free(row.host_pages)
         self._line.forget(row, len(row.tokens))
-        return row.completed(reason, entropies=self._config.entropies)
+        config = self._config
+        return row.completed(reason, entropies=config.entropies, kept_mass=config.kept_mass)
 
 
 def _check_finite(scores: Floats) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.request import Admission, Batch, Floats, Ints, Segment
+from rollout.request import SETTINGS, Admission, Batch, Floats, Ints, Segment
 
 
 @cache
@@ -116,6 +116,49 @@ class Staged:
         return self._device[: self.length]
 
 
+class StagedOnce:
+    """One array of any length that few batches have: it travels through memory of its own.
+
+    Args:
+        device: Where it travels to.
+    """
+
+    num_bytes = 0  # between batches
+
+    def __init__(self, device: torch.device) -> None:
+        self._there = device
+        self._host = self._device = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def length(self) -> int:
+        """Rows of what was staged."""
+        return len(self._host)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that were staged."""
+        return self._host.nbytes
+
+    def stage(self, parts: Sequence[Ints]) -> None:
+        """Join `parts` in a new host buffer, if there are any."""
+        # ORDER: what the batch before was given is let go only here: that batch has been settled
+        self._host = self._device = torch.zeros(0, dtype=torch.int64)
+        if parts:
+            self._host = torch.from_numpy(np.concatenate(parts))
+            if self._there.type == "cuda":
+                self._host = self._host.pin_memory()
+
+    def upload(self) -> None:
+        """Queue the copy of what was staged on the current stream, into memory of that stream."""
+        if self.length:
+            self._device = self._host.to(self._there, non_blocking=True)
+
+    @property
+    def value(self) -> Tensor:
+        """What was staged, on the device."""
+        return self._device
+
+
 class IOSlot:
     """Buffers and events of one batch on its way through the device.
 
@@ -146,6 +189,8 @@ class IOSlot:
         self.new_pages = ints(max_rows * max_row_pages, 3)
         self.admitted = ints(max_rows, 4)
         self.temperatures = Staged((max_rows,), torch.float32, device)
+        self.settings = Staged((max_rows, len(SETTINGS)), torch.float64, device)
+        self.marks = StagedOnce(device)
         self.prefill = ints(prefill_tokens, 3)
         self.runs = ints(max_rows, 4)
         self._staged = (
@@ -153,6 +198,8 @@ class IOSlot:
             self.new_pages,
             self.admitted,
             self.temperatures,
+            self.settings,
+            self.marks,
             self.prefill,
             self.runs,
         )
@@ -179,6 +226,8 @@ class IOSlot:
         state = (admission.lanes, admission.tokens, admission.positions, admission.seeds)
         self.admitted.stage(np.array(state, np.int64).T)
         self.temperatures.stage(admission.temperatures)
+        self.settings.stage(admission.settings)
+        self.marks.stage(admission.marks)
 
     def _stage_prefill(self, segments: Sequence[Segment]) -> None:
         self.runs.length = self.prefill.length = 0

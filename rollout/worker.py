@@ -1,5 +1,7 @@
 """The device half: twin, pages and graphs, made ready for the rows at hand."""
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -13,6 +15,7 @@ from rollout.kv_cache import KVCache
 from rollout.memory import available_bytes, max_kv_bytes, open_arena
 from rollout.memory_plan import MemoryPlan
 from rollout.pages import TRASH_PAGE, pages_for
+from rollout.request import Draw
 from rollout.slots import SlotPair, Streams
 from rollout.support import base_of, check_model, check_placed
 from rollout.swap import Swap
@@ -80,7 +83,8 @@ class Worker:
             self.twin,
             self.kv_cache,
             self.lanes,
-            config.num_scores,
+            entropies=config.entropies,
+            kept_mass=config.kept_mass,
             exact=config.exact,
             least_rows=LEAST_ROWS if config.exact and on_gpu else 1,
         )
@@ -97,16 +101,19 @@ class Worker:
             self.twin.refresh()
         self._check_unmoved()
 
-    def prepare(self, num_rows: int, longest: int) -> None:
+    def prepare(self, num_rows: int, longest: int, draws: Collection[Draw]) -> None:
         """Have a graph for whatever rows can need, over memory as it lies now.
 
         Args:
             num_rows: Most rows that decode together.
             longest: Longest context, in tokens.
+            draws: What the rows' draws take.
         """
         self._compile()
+        with self.streams.module.stream(self.streams.compute):
+            self.lanes.open_filters(draws, self.twin.vocab_size)
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
-        self.graphs.prepare(num_rows, longest, addresses)
+        self.graphs.prepare(num_rows, longest, draws, addresses)
 
     @property
     def device_uuid(self) -> str | None:

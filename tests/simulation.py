@@ -351,14 +351,17 @@ class Rollout:
 
     def book_admission(self, batch: Batch) -> None:
         admission = batch.admission
-        for values in zip(*vars(admission).values(), strict=True):
-            lane, token, position, seed, temperature = values
+        assert not admission.marks
+        columns = {name: rows for name, rows in vars(admission).items() if name != "marks"}
+        for values in zip(*columns.values(), strict=True):
+            lane, token, position, seed, temperature, settings = values
             row = self.row_of[seed]
             self.queue.remove(row)
             request, known = self.requests[row], self.device.rows[seed]
             assert token == known[position]
             assert position >= len(request.prompt) - 1
             assert temperature == request.sampling.temperature
+            assert settings == request.settings
             assert lane not in self.row_in, "a lane with a row was given to another"
             self.row_in[lane] = row
             self.pages[row] = []

@@ -31,6 +31,7 @@ VALUES = {
     "compile_layers": False,
     "fuse_projections": True,
     "entropies": True,
+    "kept_mass": True,
     "progress_bar": True,
 }
 

@@ -82,7 +82,7 @@ def test_counts_that_do_not_match_are_named(engine):
         ({"max_new_tokens": 5, "eos_token_ids": 2}, "eos_token_ids=2"),
         ({"max_new_tokens": 5, "eos_token_ids": (1.5,)}, "eos_token_ids=1.5"),
         ({"max_new_tokens": 5, "eos_token_ids": (-1,)}, "eos_token_ids=-1"),
-        ({"max_new_tokens": 5, "top_p": 0.9}, "SamplingParams has no 'top_p'"),
+        ({"max_new_tokens": 5, "top_q": 0.9}, "SamplingParams has no 'top_q'"),
     ],
 )
 def test_bad_sampling_is_named(knobs, message):
@@ -103,6 +103,7 @@ def test_bad_sampling_is_named(knobs, message):
         ({"kv_fraction": "x"}, "kv_fraction='x'"),
         ({"progress_bar": math.nan}, "progress_bar=nan"),
         ({"entropies": 1}, "entropies=1: it must be True or False"),
+        ({"kept_mass": 1}, "kept_mass=1: it must be True or False"),
         ({"compile_layers": 1}, "compile_layers=1: it must be True, False or None"),
         ({"on_policy": "near"}, "on_policy='near': it must be 'close' or 'exact'"),
     ],

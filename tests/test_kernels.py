@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.attention import PagedAttention
 from rollout.kernels import flash
+from rollout.kernels import keep as torch_keep
 from rollout.kernels import paged_attention as torch_attention
 from rollout.kernels import sample as torch_sample
 from rollout.kv_cache import KVCache, KVLayout
@@ -19,6 +20,7 @@ from rollout.kv_cache import KVCache, KVLayout
 pytest.importorskip("triton")
 from rollout.kernels import (
     gate_triton,
+    keep_triton,
     norm_triton,
     product_triton,
     sample_triton,
@@ -75,6 +77,50 @@ def test_draws_on_the_gpu_are_those_of_the_cpu():
     tokens, _ = sample_triton.sample(*inputs)
     wanted, _ = torch_sample.sample(*(part.cpu() for part in inputs))
     assert torch.equal(tokens.cpu(), wanted)
+
+
+def filters(rows, vocab, seed=0):
+    """Top-k, top-p and min-p of each row, of which many ask for nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    top_k = torch.randint(1, max(2, min(vocab, 60)), (rows,), generator=generator)
+    top_k[torch.rand(rows, generator=generator) < 0.4] = 0
+    top_p = torch.rand(rows, generator=generator).clamp(min=1e-6)
+    top_p[torch.rand(rows, generator=generator) < 0.4] = 1.0
+    min_p = torch.rand(rows, generator=generator) / 10
+    min_p[torch.rand(rows, generator=generator) < 0.4] = 0.0
+    return [part.to(DEVICE) for part in (top_k, top_p, min_p)]
+
+
+def same_but_for_rounding(scaled, asked, found, wanted):
+    """A sum that just reaches `top_p` rounds by its order: some tie then stays, or goes."""
+    same = (found == wanted).all(1)
+    shares = scaled.double().softmax(1)
+    largest = shares.masked_fill(found == wanted, 0.0).amax(1)
+    smallest = shares.masked_fill(found == wanted, 1.0).amin(1)
+    near = largest <= smallest * 1.01
+    return (same | (asked[1] < 1) & near).all() and same.float().mean() > 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # which has many ties
+@pytest.mark.parametrize("vocab", [1, 13, 5000] + [50_257, 151_936] * ON_GPU)
+def test_what_is_kept_is_what_a_sort_keeps(vocab, dtype):
+    rows = 257 if ON_GPU else 5
+    for seed in range(3 if ON_GPU else 2):
+        scaled = sampling_inputs(rows, vocab, dtype, seed)[0].float()
+        scaled[1::3, : vocab // 3] = -torch.inf
+        asked = filters(rows, vocab, seed)
+        found, wanted = keep_triton.keep(scaled, *asked), torch_keep.keep(scaled, *asked)
+        assert same_but_for_rounding(scaled, asked, found, wanted)
+
+
+@pytest.mark.gpu
+def test_what_a_row_keeps_is_the_same_beside_any_others():
+    scaled, asked = sampling_inputs(64, 151_936, torch.float32)[0], filters(64, 151_936)
+    together = keep_triton.keep(scaled, *asked)
+    for row in (0, 5, 63):
+        mine = slice(row, row + 1)
+        alone = keep_triton.keep(scaled[mine], *(part[mine] for part in asked))
+        assert torch.equal(together[mine], alone)
 
 
 class Paged:

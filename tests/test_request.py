@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from rollout.errors import RequestError, RolloutError
-from rollout.request import Admission, Batch, FinishReason, Request, SamplingParams
+from rollout.marks import HELD, ONCE, STOPS, SUPPRESSED, marks_of
+from rollout.request import (
+    SETTINGS,
+    Admission,
+    Batch,
+    Draw,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
 
 NAN = float("nan")
 
@@ -43,6 +52,20 @@ def test_good_values_are_kept(knobs):
         ({"temperature": -0.1}, r"temperature=-0\.1: "),
         ({"temperature": NAN}, "temperature=nan: "),
         ({"temperature": float("inf")}, "temperature=inf: "),
+        ({"top_k": -2}, "top_k=-2: "),
+        ({"top_k": 1.5}, r"top_k=1\.5: "),
+        ({"top_p": 0.0}, r"top_p=0\.0: "),
+        ({"top_p": 1.1}, r"top_p=1\.1: "),
+        ({"top_p": None}, "top_p=None: "),
+        ({"min_p": -0.1}, r"min_p=-0\.1: "),
+        ({"min_p": True}, "min_p=True: "),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: "),
+        ({"presence_penalty": 2.1}, r"presence_penalty=2\.1: "),
+        ({"frequency_penalty": NAN}, "frequency_penalty=nan: "),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1: "),
+        ({"min_new_tokens": 5}, "min_new_tokens=5: "),
+        ({"suppress_tokens": [3]}, r"suppress_tokens=\[3\]: "),
+        ({"suppress_tokens": (-3,)}, "a token of suppress_tokens=-3: "),
     ],
 )
 def test_a_bad_value_is_named_with_its_knob(knobs, message):
@@ -56,7 +79,8 @@ def test_a_bad_value_is_named_with_its_knob(knobs, message):
         ("max_tokens", r"did you mean 'max_new_tokens'\?"),
         ("temprature", r"did you mean 'temperature'\?"),
         ("eos_token_id", r"did you mean 'eos_token_ids'\?"),
-        ("qqq", "it has eos_token_ids, max_new_tokens, temperature"),
+        ("repetition_penality", r"did you mean 'repetition_penalty'\?"),
+        ("qqq", "it has eos_token_ids, frequency_penalty, max_new_tokens, min_new_tokens, .*"),
     ],
 )
 def test_an_unknown_name_gets_the_right_one(name, hint):
@@ -67,6 +91,47 @@ def test_an_unknown_name_gets_the_right_one(name, hint):
 def test_a_bad_request_is_a_value_error_too():
     assert issubclass(RequestError, ValueError)
     assert issubclass(RequestError, RolloutError)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "draw"),
+    [
+        ({}, Draw.PLAIN),
+        ({"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1}, Draw.PLAIN),
+        ({"temperature": 0.3, "eos_token_ids": (2,)}, Draw.PLAIN),
+        ({"min_new_tokens": 3}, Draw.PLAIN),  # nothing could end it before
+        ({"top_k": 5}, Draw.KEPT),
+        ({"top_p": 0.99}, Draw.KEPT),
+        ({"min_p": 0.01}, Draw.KEPT),
+        ({"min_new_tokens": 3, "eos_token_ids": (2,)}, Draw.MARKED),
+        ({"suppress_tokens": (2,)}, Draw.MARKED),
+        ({"repetition_penalty": 1.1, "top_k": 5}, Draw.MARKED),
+        ({"presence_penalty": -0.1}, Draw.MARKED),
+        ({"frequency_penalty": 0.1}, Draw.MARKED),
+    ],
+    ids=str,
+)
+def test_a_draw_takes_no_more_than_was_asked(knobs, draw):
+    assert SamplingParams(max_new_tokens=4, **knobs).draw is draw
+
+
+def test_settings_of_no_effect_are_the_neutral_ones():
+    request = Request(np.array([5, 6, 7]), SamplingParams(max_new_tokens=9, top_k=-1))
+    assert request.settings == (*list(SETTINGS.values())[:-1], 3)
+
+
+def test_marks_of_a_row_count_what_it_has_generated():
+    sampling = SamplingParams(
+        max_new_tokens=9, min_new_tokens=2, suppress_tokens=(4, 8), eos_token_ids=(5, 2)
+    )
+    marks = marks_of(3, Request(np.array([5, 4]), sampling), np.array([9, 5, 9]))
+    assert marks.tolist() == [
+        [3, 2, STOPS],
+        [3, 4, HELD | SUPPRESSED],
+        [3, 5, HELD | STOPS | ONCE],
+        [3, 8, SUPPRESSED],
+        [3, 9, HELD | 2 * ONCE],
+    ]
 
 
 def test_sampling_params_are_frozen_and_compare_by_value():

@@ -1,26 +1,33 @@
 """What the generator refuses of TRL, and what it leans on in the TRL that is installed."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import trl
 import trl_trainer
 from accelerate.utils import DistributedType
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout import UnsupportedTrainer
+from rollout.request import Draw
 from trainers import RolloutGenerator
+from trainers.sampling import refused_settings, row_sampling
 from trainers.support import check_trainer, check_trl
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_p": 0.9}, "top_p=0.9 is not supported yet; leave it at 1.0"),
-        ({"top_k": 5}, "top_k=5"),
-        ({"min_p": 0.1}, "min_p=0.1"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
-        ({"generation_kwargs": {"min_new_tokens": 3}}, "generation_kwargs={'min_new_tokens': 3}"),
+        ({"top_p": 1.5}, r"top_p=1\.5: it must be from 1e-06 to 1\.0"),
+        ({"min_p": -0.1}, r"min_p=-0\.1: it must be from"),
+        ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: it must be at most"),
+        ({"generation_kwargs": {"stop": ["a"]}}, r"stop=\['a'\] in generation_kwargs is not"),
+        ({"generation_kwargs": {"bad_words_ids": [[3]]}}, "single tokens can be named in `suppr"),
+        ({"generation_kwargs": {"temperature": 0.3}}, "set the trainer's own `temperature`"),
+        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False in generation_kwargs is"),
+        ({"generation_kwargs": {"typical_p": 0.3}}, "typical_p=0.3 in .* not supported; drop it"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
         ({"loss_type": "vespo"}, "VESPO"),
         ({"use_transformers_continuous_batching": True}, "has another generator"),
@@ -33,6 +40,77 @@ def test_settings_are_refused_by_name_and_the_trainer_is_left_alone(tmp_path, ch
         trl_trainer.attach(trainer)
     assert not trainer.use_vllm
     assert not hasattr(trainer, "vllm_generation")
+
+
+def sampling_of(trainer, room=100):
+    assert list(refused_settings(trainer)) == []
+    return row_sampling(trainer, room)
+
+
+def test_what_the_trainer_asks_is_what_the_engine_draws_by(tmp_path):
+    own = {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
+    sampling = sampling_of(trl_trainer.build(tmp_path, **own))
+    assert {name: getattr(sampling, name) for name in own} == own
+    assert sampling.max_new_tokens == 9
+    assert tiny.EOS in sampling.eos_token_ids
+
+
+def test_generation_kwargs_win_in_either_librarys_words(tmp_path):
+    extra = {
+        "top_p": 0.5,
+        "top_k": None,
+        "min_tokens": 4,
+        "suppress_tokens": [3, 4],
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "do_sample": True,
+    }
+    trainer = trl_trainer.build(tmp_path, top_p=0.9, top_k=6, generation_kwargs=extra)
+    sampling = sampling_of(trainer)
+    assert (sampling.top_p, sampling.top_k, sampling.min_new_tokens) == (0.5, 6, 4)
+    assert sampling.suppress_tokens == (3, 4)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert sampling_of(trainer, room=2).min_new_tokens == 2
+
+
+def test_values_of_no_effect_ask_for_nothing(tmp_path):
+    trainer = trl_trainer.build(tmp_path, generation_kwargs={"num_beams": 1, "stop": None})
+    assert sampling_of(trainer).draw is Draw.PLAIN
+    trainer.top_p = trainer.top_k = trainer.repetition_penalty = None
+    assert sampling_of(trainer).draw is Draw.PLAIN
+
+
+def test_the_models_generation_config_never_wins_and_settings_are_logged_once(tmp_path, caplog):
+    model = tiny.build()
+    model.generation_config.update(do_sample=True, temperature=0.1, top_k=2, top_p=0.2, min_p=0.3)
+    trainer = trl_trainer.build(tmp_path, model, temperature=0.9, top_k=11)
+    with caplog.at_level(logging.INFO, "trainers.sampling"):
+        generator = trl_trainer.attach(trainer)
+        for _ in range(2):
+            generator.generate([[9], [10]], None, 1)
+    sampling = sampling_of(trainer)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.9, 11, 1.0)
+    assert sampling.min_p == 0
+    (message,) = caplog.messages
+    assert "temperature=0.9, top_k=11, top_p=1.0, min_p=0.0" in message
+
+
+def test_a_trainer_learns_from_filtered_rollouts(tmp_path):
+    extra = {"min_new_tokens": 3, "suppress_tokens": [13]}
+    own = {"top_p": 0.9, "repetition_penalty": 1.1, "generation_kwargs": extra}
+    trainer = trl_trainer.build(tmp_path, **own)
+    seen = []
+    generate = trl_trainer.attach(trainer).engine.generate
+    trainer.vllm_generation.engine.generate = lambda *a, **k: (
+        seen.extend(generate(*a, **k)) or seen[-8:]
+    )
+    trainer.train()
+    assert len(seen) >= 24
+    assert all(13 not in completion.token_ids for completion in seen)
+    assert all(len(completion.token_ids) >= 3 for completion in seen)
+    # The trainer scores the same tokens over the full vocabulary, so the two sides agree.
+    gaps = trl_trainer.logged(trainer, "sampling/sampling_logp_difference/max")
+    assert max(gaps) < 1e-4
 
 
 def test_vespo_with_a_token_level_correction_is_fine(tmp_path):

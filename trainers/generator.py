@@ -22,6 +22,7 @@ from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
 from trainers.metrics import gap_metrics, log_metrics, log_rollout, log_sleep
+from trainers.sampling import row_sampling
 from trainers.seams import find_seam, settings_of
 from trainers.support import check_trainer
 
@@ -254,13 +255,8 @@ class RolloutGenerator:
 
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
         """The trainer's settings, clipped to what the row can hold as vLLM does."""
-        trainer = self._settings
         room = max(self.engine.max_row_tokens - len(prompt), 1)
-        return SamplingParams(
-            max_new_tokens=min(trainer.max_completion_length, room),
-            temperature=trainer.temperature,
-            eos_token_ids=tuple(trainer.eos_token_ids),
-        )
+        return row_sampling(self._settings, room)
 
     def _row_seeds(self, num_rows: int) -> list[int]:
         """Seeds that differ by call, rank and row, and that a resumed run draws again."""

@@ -10,17 +10,11 @@ from packaging.version import Version
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout.errors import UnsupportedTrainer
+from trainers.sampling import refused_settings
 from trainers.seams import find_seam, settings_of
 
 TESTED_TRL = ("1.15", "1.16")
 _SEAM = ("prompts", "images", "num_generations", "profiler")
-# Sampling parameters of TRL that do nothing at these values.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, -1, 0),
-    "min_p": (0.0, None),
-    "repetition_penalty": (None, 1.0),
-}
 
 
 def check_trl() -> None:
@@ -71,17 +65,8 @@ def _reasons(trainer: Any) -> Iterator[str]:
         yield "structured outputs (`vllm_structured_outputs_regex`) are not supported; drop it"
     if trainer.loss_type == "vespo" and not trainer.vllm_importance_sampling_mode.startswith("tok"):
         yield "the VESPO loss needs `vllm_importance_sampling_mode` token_truncate or token_mask"
-    yield from _sampling_reasons(trainer)
+    yield from refused_settings(trainer)
     yield from _parallelism_reasons(trainer.accelerator)
-
-
-def _sampling_reasons(trainer: Any) -> Iterator[str]:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(trainer, name)
-        if value not in neutral:
-            yield f"{name}={value} is not supported yet; leave it at {neutral[-1]}"
-    if trainer.args.generation_kwargs:
-        yield f"generation_kwargs={trainer.args.generation_kwargs} are not supported yet; drop them"
 
 
 def _parallelism_reasons(accelerator: Any) -> Iterator[str]:

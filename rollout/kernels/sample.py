@@ -11,6 +11,11 @@ from rollout.kernels.philox import gumbel
 _LEAST = torch.finfo(torch.float32).min
 
 
+def scale(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
+    """Logits at temperature, float32; at 1 where it is 0."""
+    return logits_RV.float() / temperature_R.masked_fill(temperature_R == 0, 1.0)[:, None]
+
+
 def sample(
     logits_RV: Tensor,
     temperature_R: Tensor,
@@ -34,8 +39,8 @@ def sample(
         Token ids, int64, `(R,)`, and their scores, float32, `(R, num_scores)`: natural-log
         probability at the temperature over the full vocabulary, and entropy of that distribution.
     """
+    scaled_RV = scale(logits_RV, temperature_R)
     greedy_R1 = (temperature_R == 0)[:, None]
-    scaled_RV = logits_RV.float() / torch.where(greedy_R1, 1.0, temperature_R[:, None])
     gumbel_RV = gumbel(seeds_R, positions_R, logits_RV.shape[1])
     tokens_R = (scaled_RV + torch.where(greedy_R1, 0.0, gumbel_RV)).argmax(dim=1)
     logprobs_RV = scaled_RV.log_softmax(dim=1)

@@ -1,0 +1,328 @@
+"""Draws among kept tokens and by penalised logits, against transformers' own processors."""
+
+import fakes
+import pytest
+import tiny
+import torch
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams
+from rollout.kernels.keep import keep
+from rollout.kernels.penalties import penalise
+from rollout.kernels.philox import gumbel
+from rollout.marks import HELD, ONCE, STOPS, SUPPRESSED
+from rollout.request import Draw
+from rollout.sampling import kept_mass, sample, sample_among
+
+ROWS, VOCAB = 33, 200
+
+
+def random_logits(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(ROWS, VOCAB, generator=generator) * 3).to(dtype)
+
+
+def keys(rows=ROWS):
+    return torch.arange(rows) * 7919, torch.arange(rows) + 3
+
+
+def column(value, dtype=torch.float32):
+    return torch.full((ROWS,), value, dtype=dtype)
+
+
+def warpers(sampling: SamplingParams, prompt_tokens: int):
+    """transformers' processors for what is asked, in its order."""
+    how = sampling
+    if how.repetition_penalty != 1:
+        yield RepetitionPenaltyLogitsProcessor(how.repetition_penalty)
+    if how.min_new_tokens:
+        yield MinNewTokensLengthLogitsProcessor(
+            prompt_tokens, how.min_new_tokens, list(how.eos_token_ids), device="cpu"
+        )
+    if how.suppress_tokens:
+        yield SuppressTokensLogitsProcessor(list(how.suppress_tokens), device="cpu")
+    yield TemperatureLogitsWarper(float(how.temperature or 1.0))
+    if how.top_k > 0:
+        yield TopKLogitsWarper(how.top_k)
+    if how.top_p < 1:
+        yield TopPLogitsWarper(how.top_p)
+    if how.min_p > 0:
+        yield MinPLogitsWarper(how.min_p)
+
+
+# --- which tokens are kept
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 500},
+        {"top_p": 0.05},
+        {"top_p": 0.5},
+        {"top_p": 0.999},
+        {"min_p": 0.02},
+        {"min_p": 1.0},
+        {"top_k": 20, "top_p": 0.8},
+        {"top_k": 50, "min_p": 0.1},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_what_transformers_keeps(asked, temperature):
+    logits = random_logits()
+    sampling = SamplingParams(max_new_tokens=1, temperature=temperature, **asked)
+    wanted = logits
+    for warper in warpers(sampling, 0):
+        wanted = warper(None, wanted)
+    found = keep(
+        logits / temperature,
+        column(sampling.top_k, torch.int64),
+        column(sampling.top_p),
+        column(sampling.min_p),
+    )
+    assert torch.equal(found, wanted > -torch.inf)
+
+
+def test_each_row_is_filtered_as_it_asks():
+    logits = random_logits()
+    top_k = torch.arange(ROWS) % 5
+    top_p, min_p = torch.linspace(0.2, 1.0, ROWS), torch.linspace(0.0, 0.1, ROWS)
+    found = keep(logits, top_k, top_p, min_p)
+    for row in range(ROWS):
+        mine = slice(row, row + 1)
+        assert torch.equal(found[mine], keep(logits[mine], top_k[mine], top_p[mine], min_p[mine]))
+
+
+def test_nothing_asked_keeps_every_token_and_some_ties_are_kept_together():
+    everything = column(0, torch.int64), column(1.0), column(0.0)
+    spiked = torch.full((ROWS, VOCAB), -100.0)  # a sum of these would round to 1 too early
+    spiked[:, 3] = 0.0
+    assert keep(spiked, *everything).all()
+    spiked[:, [5, 9, 11]] = -1.0
+    found = keep(spiked, column(2, torch.int64), column(1.0), column(0.0))
+    assert found[0].nonzero().flatten().tolist() == [3, 5, 9, 11]
+
+
+# --- penalties
+
+
+def test_the_repetition_penalty_is_transformers():
+    logits, tokens = random_logits(), torch.randint(0, VOCAB, (ROWS, 30))
+    marks = torch.zeros(ROWS, VOCAB, dtype=torch.int32).scatter(1, tokens, HELD)
+    found = penalise(logits, marks, torch.tensor([1.3, 0.0, 0.0]).expand(ROWS, 3), column(1.0) > 0)
+    assert torch.equal(found, RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits))
+
+
+def test_presence_and_frequency_count_what_was_generated():
+    logits, tokens = random_logits(), torch.randint(0, 50, (ROWS, 30))
+    counts = torch.zeros(ROWS, VOCAB).scatter_add(1, tokens, torch.ones(ROWS, 30))
+    marks = (counts * ONCE).int() + HELD * (counts > 0)
+    marks[:, 60:70] = HELD  # of the prompt
+    penalties = torch.tensor([1.0, 0.7, -0.2]).expand(ROWS, 3)
+    found = penalise(logits, marks.int(), penalties, column(1.0) > 0)
+    torch.testing.assert_close(found, logits - 0.7 * (counts > 0) + 0.2 * counts)
+
+
+def test_what_is_suppressed_is_out_and_what_stops_only_for_a_while():
+    logits, marks = random_logits(), torch.zeros(ROWS, VOCAB, dtype=torch.int32)
+    marks[:, 4], marks[:, 9] = SUPPRESSED | HELD, STOPS
+    early = torch.arange(ROWS) % 2 == 0
+    found = penalise(logits, marks, torch.tensor([1.0, 0.0, 0.0]).expand(ROWS, 3), early)
+    wanted = logits.clone()
+    wanted[:, 4] = -torch.inf
+    wanted[early, 9] = -torch.inf
+    assert torch.equal(found, wanted)
+
+
+# --- draws
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_everything_kept_draw_and_scores_are_those_of_today_bit_for_bit(dtype):
+    logits, temperature = random_logits(dtype), torch.linspace(0, 2, ROWS)
+    wanted = sample(logits, temperature, *keys(), 2)
+    found = sample_among(logits, logits.float(), temperature, *keys(), 2)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+    assert torch.equal(kept_mass(logits, logits.float(), temperature), torch.ones(ROWS))
+
+
+def test_draws_follow_the_kept_ones_and_scores_the_whole_vocabulary():
+    torch.manual_seed(0)
+    rows, vocab = 40_000, 13
+    logits = torch.randn(1, vocab).expand(rows, vocab)
+    kept = keep(logits / 0.7, torch.full((rows,), 6), torch.full((rows,), 0.8), torch.zeros(rows))
+    among = logits.masked_fill(~kept, -torch.inf)
+    temperature = torch.full((rows,), 0.7)
+    tokens, scores = sample_among(logits, among, temperature, *keys(rows))
+    wanted = (among[0] / 0.7).softmax(0)
+    found = torch.bincount(tokens, minlength=vocab) / rows
+    assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / rows).sqrt()).all()
+    logprobs = (logits / 0.7).log_softmax(1).gather(1, tokens[:, None])
+    torch.testing.assert_close(scores, logprobs)
+    mass = kept_mass(logits, among, temperature)
+    torch.testing.assert_close(scores[:, 0].exp() / mass, wanted[tokens])
+
+
+def test_logits_that_are_no_numbers_stay_seen():
+    logits = random_logits()
+    logits[3, 5] = torch.nan
+    nothing = column(5, torch.int64), column(0.9), column(0.0)
+    among = logits.masked_fill(~keep(logits, *nothing), -torch.inf)
+    _, scores = sample_among(logits, among, column(1.0), *keys())
+    assert scores.isfinite().all(1).tolist() == [row != 3 for row in range(ROWS)]
+
+
+# --- end to end
+
+SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9}
+ASKED = [
+    {"top_k": 4},
+    {"top_p": 0.7, "temperature": 1.4},
+    {"min_p": 0.2, "temperature": 2.0},
+    {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "temperature": 1.5},
+    {"repetition_penalty": 1.8, "temperature": 0},
+    {"repetition_penalty": 1.4, "top_p": 0.8},
+    {"min_new_tokens": 12, "eos_token_ids": (tiny.EOS, 20, 21, 22, 23, 24, 25)},
+    {"suppress_tokens": tuple(range(0, tiny.VOCAB, 2))},
+    {},
+]
+
+
+@torch.no_grad()
+def by_transformers(model, prompt, sampling, seed):
+    """Tokens that transformers' processors and our noise give, a full forward for each."""
+    model.eval()
+    ids = list(prompt)
+    while len(ids) < len(prompt) + sampling.max_new_tokens:
+        scores = model(torch.tensor([ids])).logits[:, -1].float()
+        for warper in warpers(sampling, len(prompt)):
+            scores = warper(torch.tensor([ids]), scores)
+        if sampling.temperature > 0:
+            scores = scores + gumbel(torch.tensor([seed]), torch.tensor([len(ids)]), tiny.VOCAB)
+        ids.append(int(scores.argmax()))
+        if ids[-1] in sampling.eos_token_ids:
+            break
+    return ids[len(prompt) :]
+
+
+def params(asked, max_new_tokens=20):
+    return SamplingParams(**{"max_new_tokens": max_new_tokens, "eos_token_ids": (7,), **asked})
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_rows_of_every_kind_together_are_those_of_transformers(num_slots):
+    model, prompts = tiny.build(), tiny.prompts(len(ASKED) * 2, seed=4)
+    sampling = [params(asked) for asked in ASKED] * 2
+    config = RolloutConfig(**SMALL, num_slots=num_slots, kept_mass=True, entropies=True)
+    with RolloutEngine(model, config) as engine:
+        completions = engine.generate(prompts, sampling)
+    means = []
+    for seed, (prompt, how, completion) in enumerate(
+        zip(prompts, sampling, completions, strict=True)
+    ):
+        assert completion.token_ids == by_transformers(model, prompt, how, seed)
+        wanted = tiny.logprobs(model, prompt, completion.token_ids, how.temperature or 1.0)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
+        assert len(completion.entropies) == len(completion.token_ids)
+        least = torch.tensor(completion.logprobs).exp() * (1 - 1e-5)
+        mass = torch.tensor(completion.kept_mass)
+        assert (mass <= 1 + 1e-5).all()
+        assert (mass >= least).all() or how.repetition_penalty != 1
+        assert (mass == 1).all() or how.draw != Draw.PLAIN
+        means.append(mass.mean().item())
+    assert min(means) < 0.9  # not all of it is kept
+
+
+def test_penalties_of_counts_reach_the_device():
+    """A strong presence penalty lets greedy rows take no token twice."""
+    how = params({"presence_penalty": 2.0, "temperature": 0, "eos_token_ids": ()}, 40)
+    model = tiny.build()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("lm_head.weight", "embed_tokens.weight")):
+                weight.mul_(0.02)  # so that logits differ by less than the penalty
+    with RolloutEngine(model, RolloutConfig(**SMALL)) as engine:
+        (completion,) = engine.generate([[9, 10]], how)
+    assert len(set(completion.token_ids)) == 40
+
+
+def test_preempted_rows_go_on_as_if_nothing_had_happened():
+    prompts = tiny.prompts(8, seed=3)
+    asked = [{"repetition_penalty": 1.3, "frequency_penalty": 0.4}, {"top_k": 5}, *ASKED[5:]]
+    sampling = [params(asked[i % len(asked)] | {"eos_token_ids": ()}, 30 + i) for i in range(8)]
+    sampling[3] = params({"min_new_tokens": 31, "eos_token_ids": tuple(range(0, 60, 3))}, 33)
+    roomy = RolloutConfig(max_rows=8, page_tokens=4, prefill_tokens=9)
+    with fakes.with_history_model(RolloutEngine(tiny.build(), roomy)) as engine:
+        wanted = engine.generate(prompts, sampling)
+        assert engine.stats.preemptions == 0
+        page_bytes = engine.worker.kv_cache.layout.page_bytes
+    for offload in (0, 100 * page_bytes):
+        tight = RolloutConfig(
+            max_rows=8, page_tokens=4, prefill_tokens=9,
+            kv_bytes=22 * page_bytes, offload_bytes=offload,
+        )  # fmt: skip
+        engine = fakes.with_history_model(RolloutEngine(tiny.build(), tight))
+        with fakes.with_lagging_device(engine):
+            found = engine.generate(prompts, sampling)
+            assert engine.stats.preemptions > 2
+        assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
+        assert [c.logprobs for c in found] == [c.logprobs for c in wanted]
+    assert len(wanted[3].token_ids) > 30
+
+
+def test_a_lane_forgets_the_marks_of_the_row_before():
+    prompts, plain = tiny.prompts(6, seed=5), params({"eos_token_ids": ()})
+    barred = params({"suppress_tokens": tuple(range(2, tiny.VOCAB, 2))})
+    config = RolloutConfig(max_rows=2, page_tokens=4)
+    with fakes.with_history_model(RolloutEngine(tiny.build(), config)) as engine:
+        wanted = engine.generate(prompts, plain)
+        assert engine.worker.lanes.filters is None
+        engine.generate(prompts, barred)
+        marked = engine.generate(prompts, [plain, barred] * 3)
+        kept = engine.generate(prompts, [plain, params({"top_k": 3})] * 3)
+    for index in range(0, 6, 2):
+        assert marked[index].token_ids == kept[index].token_ids == wanted[index].token_ids
+        assert marked[index].logprobs == wanted[index].logprobs
+
+
+def test_a_batch_takes_what_one_of_its_rows_needs():
+    config = RolloutConfig(max_rows=2, page_tokens=4)
+    with RolloutEngine(tiny.build(), config) as engine:
+        seen, run = [], engine.worker.graphs.run
+        engine.worker.graphs.run = lambda slot: (seen.append(slot.batch.draw), run(slot))
+        how = [
+            SamplingParams(max_new_tokens=2, suppress_tokens=(9,)),
+            SamplingParams(max_new_tokens=4, top_k=3),
+            SamplingParams(max_new_tokens=7),
+        ]
+        engine.generate([[9], [10], [11]], how)
+    assert set(seen) == {Draw.PLAIN, Draw.KEPT, Draw.MARKED}
+    assert seen[-1] == Draw.PLAIN
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"suppress_tokens": (3, 61)}, "suppress_tokens: token id 61 is outside"),
+        ({"min_new_tokens": 2, "eos_token_ids": (99,)}, "eos_token_ids: token id 99 is outside"),
+        ({"suppress_tokens": tuple(range(61))}, "leave none of the 61 tokens"),
+    ],
+    ids=str,
+)
+def test_tokens_that_cannot_be_barred_are_named(asked, message):
+    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+        with pytest.raises(RequestError, match=message):
+            engine.generate([[9]], params(asked))
+        engine.generate([[9]], params({"eos_token_ids": (99,)}))  # never drawn, and no harm
