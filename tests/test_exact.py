@@ -153,8 +153,8 @@ def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autoca
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("temperature", "coarse"), [(1.0, 1e-6), (0.7, 2e-6)])
-def test_log_probabilities_of_equal_states_are_those_of_trls_fused_head(temperature, coarse):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_of_equal_states_are_those_of_trls_fused_head(temperature):
     """Qwen3-8B's head: 2,048 tokens in chunks of the vocabulary there, 32 rows at once here."""
     chunked = pytest.importorskip("trl.kernels.chunked_logprob")
     before = torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -171,5 +171,6 @@ def test_log_probabilities_of_equal_states_are_those_of_trls_fused_head(temperat
         )
     torch.backends.cuda.preferred_blas_library(before)
     assert tokens.unique().numel() > 20
-    # Between 8 and 16 a float32 is 1e-6 coarse, and TRL multiplies by a rounded 1 / temperature.
-    assert (scores[:, 0] - wanted[:32]).abs().max() <= coarse
+    # Between 8 and 16 a float32 is 1e-6 coarse, and from there to 32 twice as much.
+    largest = wanted.abs().max()
+    assert (scores[:, 0] - wanted[:32]).abs().max() <= (1e-6 if largest < 16 else 2e-6)

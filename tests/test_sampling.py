@@ -90,8 +90,11 @@ def test_logprobs_are_at_temperature_over_the_whole_vocabulary():
     logits = torch.randn(16, 30, dtype=torch.bfloat16)
     temperature = torch.linspace(0.3, 2.0, 16)
     tokens, logprobs = sample(logits, temperature, torch.arange(16), torch.arange(16))
-    wanted = (logits.float() / temperature[:, None]).log_softmax(1)
+    # TRL's fused head multiplies by the inverse, so that a division would be a last bit off.
+    wanted = (logits.float() * (1 / temperature)[:, None]).log_softmax(1)
     assert torch.equal(logprobs, wanted.gather(1, tokens[:, None]))
+    divided = (logits.float() / temperature[:, None]).log_softmax(1)
+    torch.testing.assert_close(wanted, divided, rtol=1e-6, atol=1e-6)
     assert logprobs.dtype == torch.float32
 
 

@@ -12,8 +12,12 @@ _LEAST = torch.finfo(torch.float32).min
 
 
 def scale(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
-    """Logits at temperature, float32; at 1 where it is 0."""
-    return logits_RV.float() / temperature_R.masked_fill(temperature_R == 0, 1.0)[:, None]
+    """Logits at temperature, float32; at 1 where it is 0.
+
+    Multiplied by the inverse, as TRL does it in its fused head: a division rounds otherwise.
+    """
+    inverse_R = 1.0 / temperature_R.masked_fill(temperature_R == 0, 1.0)
+    return logits_RV.float() * inverse_R[:, None]
 
 
 def sample(

@@ -70,7 +70,8 @@ def _chunk_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(TEMPERATURES + row)
     seed, position = tl.load(SEEDS + row), tl.load(POSITIONS + row)
-    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    one = tl.full((1, 1), 1.0, tl.float32)
+    inverse = tl.div_rn(one, one * tl.where(temperature == 0.0, 1.0, temperature))
     best, choice, chosen = -float("inf"), 0, -float("inf")
     peak, total, mass = -float("inf"), 0.0, 0.0
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), BLOCK):
@@ -78,7 +79,7 @@ def _chunk_kernel(
         tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
         there = tokens < vocab
         logits = tl.load(LOGITS + row * stride + tokens, mask=there, other=-float("inf"))
-        scaled = tl.div_rn(logits.to(tl.float32), tl.zeros_like(tokens).to(tl.float32) + divisor)
+        scaled = logits.to(tl.float32) * inverse
         noise = tl.where(temperature == 0.0, 0.0, _gumbel(seed, position, quads))
         scores = tl.where(there, scaled + noise, -float("inf"))
         block_best = tl.max(tl.max(scores, 1), 0)
