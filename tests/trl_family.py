@@ -24,19 +24,7 @@ HOMES = {
     "GOLD": "trl.experimental.gold",
     "IWOPD": "trl.experimental.iw_opd",
 }
-_ARGUMENTS: dict[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 9,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-    "top_p": 1.0,
-}
+_ARGUMENTS: dict[str, Any] = {**trl_trainer.ARGUMENTS, "top_p": 1.0}
 _SELF_DISTILLED = {"num_generations": 4, "teacher_model_kind": "live", "distillation_topk": 20}
 _MESSAGES = {"max_length": 64, "lmbda": 1.0}
 _OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
