@@ -120,7 +120,7 @@ class EngineRun:
         self._settled = np.zeros(len(row_tokens), np.int64)
         self._first_row: int | None = None
         sampling = SamplingParams(max_new_tokens=self._work.new_tokens, eos_token_ids=(_EOS,))
-        self.engine.generate(self._work.prompts, sampling, same_weights=True)
+        self.engine.generate(self._work.prompts, sampling)  # a new version: no beginning is known
 
     @property
     def host_us(self) -> float:

@@ -112,7 +112,16 @@ def make_exact(twin: Twin) -> Narrow:
 
     Returns:
         The shapes whose products are ours.
+
+    Raises:
+        UnsupportedModel: It has experts in float32, whose products depend on how many rows meet.
     """
+    for name, parameter in twin.base.named_parameters():
+        if parameter.dim() == 3 and parameter.dtype == torch.float32:
+            raise UnsupportedModel(
+                f"{name} are experts in float32, which autocast leaves so and whose products "
+                "round by the number of rows; load the model in bfloat16, or on_policy='close'"
+            )
     _prefer_cublaslt(twin.base)
     found: dict[Shape, int] = {}
     with twin.autocast():

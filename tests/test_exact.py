@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import tiny
@@ -12,9 +13,10 @@ from rich.console import Console
 
 from rollout import ConfigError, RolloutConfig, UnsupportedModel, UnsupportedTrainer, difference
 from rollout.difference import differences
-from rollout.exact import prepare_trainer
+from rollout.exact import make_exact, prepare_trainer
 from rollout.sampling import sample
 from rollout.trainer_attention import EXACT_ATTENTION
+from rollout.twin import Twin
 from trainers import generator
 
 EXACT = replace(trl_trainer.ENGINE, on_policy="exact")
@@ -112,6 +114,11 @@ def test_other_words_are_refused():
         RolloutConfig(on_policy="near")
 
 
+def test_experts_in_float32_are_refused():
+    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.experts.*are experts in float32"):
+        make_exact(Twin(tiny.build("qwen3_moe")))
+
+
 def test_differences_are_found_where_they_begin():
     model = tiny.build()
     mode = model.training
@@ -140,10 +147,17 @@ def test_doctor_says_how_many_modules_are_equal(capsys, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["bf16", "masters"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "autocast"),
+    [
+        *product(["qwen3", "qwen2", "gemma3_text"], [None, torch.bfloat16]),
+        ("qwen3_moe", None),
+    ],
+    ids=str,
+)
 def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autocast, compiled):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1024}
+    sizes |= {"num_experts": 32, "moe_intermediate_size": 128} if family == "qwen3_moe" else {}
     dtype = torch.bfloat16 if autocast is None else torch.float32
     model = tiny.build(family, **sizes).to("cuda", dtype)
     config = RolloutConfig(page_tokens=16, prefill_tokens=500)

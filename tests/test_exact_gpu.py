@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.exact import prepare_trainer
 from rollout.sampling import sample
 from rollout.support import base_of
-from rollout.workload import build_model
+from rollout.workload import SHAPES, build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -27,6 +28,8 @@ class Case:
     lora_rank: int = 0
     masters: bool = False
     group: int = 1
+    rows: int = ROWS
+    layers: int | None = None
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -43,13 +46,20 @@ CASES = {
     "preempted, computed again": Case(
         knobs={"page_tokens": 64, "kv_bytes": 120 * PAGE, "offload_bytes": 0}
     ),
+    # 64 rows need 64 * 260 pages of two layers.
+    "preempted, 64 rows of 16K in half their memory": Case(
+        new_tokens=16_384,
+        rows=64,
+        layers=2,
+        knobs={"max_row_tokens": 16_640, "page_tokens": 64, "kv_bytes": 32 * 260 * PAGE // 14},
+    ),
     "fused": Case(knobs={"fuse_projections": True}),
 }
 
 
-def ragged_prompts(vocab, group):
+def ragged_prompts(vocab, rows, group):
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 200, (ROWS // group,), generator=generator).tolist()
+    lengths = torch.randint(1, 200, (rows // group,), generator=generator).tolist()
     own = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
     return [prompt for prompt in own for _ in range(group)]
 
@@ -84,13 +94,20 @@ def draw_again(head, states, seed, first_position, temperature):
 @pytest.mark.parametrize("name", CASES)
 def test_every_token_is_drawn_again_from_the_trainers_forward(name):
     case = CASES[name]
-    model = build_model(case.shape, torch.device("cuda"), case.lora_rank)
+    if case.layers is None:
+        model = build_model(case.shape, torch.device("cuda"), case.lora_rank)
+    else:
+        shape = {**SHAPES[case.shape], "num_hidden_layers": case.layers}
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**shape), dtype=torch.bfloat16
+            )
     autocast = torch.bfloat16 if case.masters else None
     model = model.float() if case.masters else model
     base = base_of(model)
-    prompts = ragged_prompts(base.config.vocab_size, case.group)
+    prompts = ragged_prompts(base.config.vocab_size, case.rows, case.group)
     sampling = SamplingParams(max_new_tokens=case.new_tokens, temperature=0.9)
-    knobs = {"max_rows": ROWS, "max_row_tokens": 4200, "on_policy": "exact", **case.knobs}
+    knobs = {"max_rows": case.rows, "max_row_tokens": 4200, "on_policy": "exact", **case.knobs}
     with RolloutEngine(model, RolloutConfig(**knobs), autocast_dtype=autocast) as engine:
         completions = engine.generate(prompts, sampling)
         assert (engine.stats.preemptions > 0) == name.startswith("preempted")

@@ -287,8 +287,8 @@ def test_a_shape_that_cannot_be_captured_runs_eagerly_and_says_so_once(caplog):
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         step = engine.worker.graphs._step
 
-        def waiting(size, context):
-            step(size, context)
+        def waiting(*key):
+            step(*key)
             engine.worker.graphs._tokens.sum().item()
 
         engine.worker.graphs._step = waiting
@@ -306,10 +306,10 @@ def test_one_size_that_cannot_be_captured_leaves_the_others_and_torch_alone(capl
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         step = engine.worker.graphs._step
 
-        def greedy(size, context):
+        def greedy(size, *rest):
             if size == LANES and torch.cuda.is_current_stream_capturing():
                 torch.empty(2**50, device="cuda")
-            step(size, context)
+            step(size, *rest)
 
         engine.worker.graphs._step = greedy
         assert rows_of(engine.generate(*work())) == wanted
@@ -650,6 +650,7 @@ def test_three_trainings_learn_and_their_peak_memory_is_flat(tmp_path, record_pr
     generator = RolloutGenerator(RolloutConfig(max_rows=128, page_tokens=16)).attach(trainer)
     peaks, reserved, rewards = [], [], []
     for _ in range(3):
+        gc.collect()  # cycles of the training before are none of this one's memory
         torch.cuda.reset_peak_memory_stats()
         trainer.train()
         peaks.append(torch.cuda.max_memory_allocated())
@@ -660,7 +661,7 @@ def test_three_trainings_learn_and_their_peak_memory_is_flat(tmp_path, record_pr
     record_property("peaks", str(peaks))
     record_property("reserved", str(reserved))
     record_property("rewards", str([sum(last) / len(last) for last in rewards]))
-    assert peaks[2] <= 1.01 * peaks[1] <= 1.02 * peaks[0]
+    assert peaks[2] <= 1.01 * peaks[1] <= 1.02 * peaks[0], peaks
     assert max(reserved) == reserved[0]  # torch gives cached blocks back as it likes
     assert sum(rewards[2]) / 5 > 0.6
     assert generator.engine.worker.graphs.num_eager == 0
@@ -685,10 +686,10 @@ def test_out_of_memory_in_capture_leaves_eager_steps(caplog):
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         step = engine.worker.graphs._step
 
-        def greedy(size, context):
+        def greedy(*key):
             if torch.cuda.is_current_stream_capturing():
                 torch.empty(2**50, device="cuda")
-            step(size, context)
+            step(*key)
 
         engine.worker.graphs._step = greedy
         rows = rows_of(engine.generate(*work()))
