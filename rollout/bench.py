@@ -58,7 +58,7 @@ class Measurement:
         kernel_share: Share of a step in which a kernel ran.
         host_us: Microseconds a step that planning and settling take.
         h2d_bytes: Bytes uploaded in a decode step that admits no row.
-        peak_gib: Most GPU memory allocated.
+        peak_gib: Most GPU memory allocated or mapped.
         warmup_s: Seconds from nothing to the end of a first run of 2 tokens, less `prefill_s`.
         num_graphs: CUDA graphs captured.
         attention: What attends.
@@ -108,7 +108,7 @@ class EngineRun:
     def __init__(self, engine: RolloutEngine, work: Workload) -> None:
         self.engine = engine
         self._work = work
-        self._host_s = 0.0
+        self._host_s, self._num_runs = 0.0, 0
         self._commit, self._schedule = engine.scheduler.commit, engine.scheduler.schedule
         engine.scheduler.schedule = self._timed(self._schedule)  # type: ignore[method-assign]
         engine.scheduler.commit = self._ending  # type: ignore[method-assign]
@@ -120,7 +120,11 @@ class EngineRun:
         self._settled = np.zeros(len(row_tokens), np.int64)
         self._first_row: int | None = None
         sampling = SamplingParams(max_new_tokens=self._work.new_tokens, eos_token_ids=(_EOS,))
-        self.engine.generate(self._work.prompts, sampling)  # a new version: no beginning is known
+        self._num_runs += 1
+        vocab = self.engine.worker.twin.vocab_size
+        # Other prompts each time: neither their beginnings nor their lengths are known.
+        ids = (np.array(self._work.prompts) + self._num_runs) % vocab
+        self.engine.generate(ids.tolist(), sampling)  # SYNC: an array of the host's
 
     @property
     def host_us(self) -> float:
@@ -187,6 +191,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
         engine = run.engine
         numbers = _time(work, run.generate, began, lambda: engine.stats.decode_steps)
         whole, host_us = engine.stats, run.host_us
+        numbers["peak_gib"] += whole.mapped_bytes / 2**30  # which torch knows nothing of
         with tracing(engine) as timelines[mode]:
             run.generate([min(_TRACED, work.new_tokens // 2)] * work.rows)
         traced, decoding = engine.stats, timelines[mode].decoding()

@@ -42,6 +42,7 @@ class _Leave(CustomGraphPass):
 options: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
+    "triton.enable_pdl": True,
     "post_grad_custom_pre_pass": _Leave(),
 }
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from rollout.errors import UnsupportedModel
 from rollout.narrow import Narrow, Shape, make_narrow, make_plain, narrow_linear
-from rollout.support import base_of
+from rollout.support import base_of, experts_of
 from rollout.trainer_attention import EXACT_ATTENTION
 from rollout.twin import Twin
 
@@ -114,15 +114,10 @@ def make_exact(twin: Twin) -> Narrow:
         The shapes whose products are ours.
 
     Raises:
-        UnsupportedModel: It has experts in float32, whose products depend on how many rows meet.
+        UnsupportedModel: It has experts whose choice or products depend on how many rows meet.
     """
-    for name, parameter in twin.base.named_parameters():
-        if parameter.dim() == 3 and parameter.dtype == torch.float32:
-            raise UnsupportedModel(
-                f"{name} are experts in float32, which autocast leaves so and whose products "
-                "round by the number of rows; load the model in bfloat16, or on_policy='close'"
-            )
     _prefer_cublaslt(twin.base)
+    _check_experts(twin.base, twin.device)
     found: dict[Shape, int] = {}
     with twin.autocast():
         for (shape, dtype), name in _products(twin.base).items():
@@ -134,6 +129,33 @@ def make_exact(twin: Twin) -> Narrow:
                 logger.info(text, name, shape, rows)
     if found:
         twin.use_narrow(found)
+    return found
+
+
+def _check_experts(base: nn.Module, device: torch.device) -> None:
+    """Refuse experts in float32, and routers whose products no kernel of ours replaces."""
+    for name, parameter in experts_of(base):
+        if parameter.dtype == torch.float32:
+            raise UnsupportedModel(
+                f"{name} are experts in float32, which autocast leaves so and whose products "
+                "round by the number of rows; load the model in bfloat16, or on_policy='close'"
+            )
+    for (shape, dtype), name in _routers(base).items():
+        if _most_rows(shape, dtype, device) is not None:
+            raise UnsupportedModel(
+                f"{name} chooses among {shape[0]} experts by a product that cuBLASLt splits by the "
+                "number of rows; on_policy='close' runs it"
+            )
+
+
+def _routers(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
+    """What multiplies by a matrix and is no linear layer, and the first module that does."""
+    found: dict[tuple[Shape, torch.dtype], str] = {}
+    for name, module in base.named_modules():
+        weight = module._parameters.get("weight")
+        other = not isinstance(module, nn.Linear | nn.Embedding)
+        if other and weight is not None and weight.dim() == 2:
+            found.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
     return found
 
 

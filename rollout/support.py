@@ -19,6 +19,11 @@ def base_of(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
 
 
+def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and weights of experts, which have their matrices in one parameter."""
+    return ((name, each) for name, each in module.named_parameters() if each.dim() == 3)
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse a model that the engine would run wrongly.
 

@@ -10,6 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams, twin
+from rollout.compiled import compile_layers
+from rollout.twin import Twin
 
 CONFIG = RolloutConfig(
     max_rows=4, page_tokens=4, prefill_tokens=20, compile_layers=True, fuse_projections=True
@@ -90,6 +92,12 @@ def test_in_exact_mode_norms_and_activations_are_left_to_kernels(family, monkeyp
         wanted = {"mean": 8, "rms_norm": 0, "add_rms_norm": 0, "activation": 2, "silu_gate": 0}
     assert found == wanted
     assert "aten.mean.dim" not in ran
+
+
+@pytest.mark.parametrize(("exact", "wanted"), [(False, 3), (True, 0)])
+def test_in_exact_mode_layers_with_experts_stay_as_they_are(exact, wanted):
+    twin = Twin(tiny.build("qwen3_moe"))
+    assert compile_layers(twin.base, exact=exact) == wanted
 
 
 def test_a_norm_that_our_kernel_does_not_equal_is_left_alone():

@@ -11,7 +11,13 @@ import trl_trainer
 from peft import LoraConfig
 from rich.console import Console
 
-from rollout import ConfigError, RolloutConfig, UnsupportedModel, UnsupportedTrainer, difference
+from rollout import (
+    ConfigError,
+    RolloutConfig,
+    UnsupportedModel,
+    UnsupportedTrainer,
+    difference,
+)
 from rollout.difference import differences
 from rollout.exact import make_exact, prepare_trainer
 from rollout.sampling import sample
@@ -117,6 +123,16 @@ def test_other_words_are_refused():
 def test_experts_in_float32_are_refused():
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.experts.*are experts in float32"):
         make_exact(Twin(tiny.build("qwen3_moe")))
+
+
+def test_a_router_whose_product_is_split_is_refused(monkeypatch):
+    model = tiny.build("qwen3_moe").bfloat16()
+    make_exact(Twin(model))
+    monkeypatch.setattr(
+        "rollout.exact._most_rows", lambda shape, *_: 600 if shape[0] == 4 else None
+    )
+    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate chooses among 4 experts"):
+        make_exact(Twin(model))
 
 
 def test_differences_are_found_where_they_begin():

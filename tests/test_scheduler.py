@@ -178,12 +178,12 @@ def test_with_the_pages_wanted_no_row_waits_for_pages(work, depth):
 
 
 def test_growing_keeps_rows_going():
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=1), 5)
-    scheduler.pages.grow(1 + 5)
-    first, second = scheduler.add([make_request(seed, 1, 5) for seed in range(2)])
-    # Each takes one page, and is expected to come to hold three.
+    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=1), 20)
+    scheduler.pages.grow(1 + 3)
+    first, second = scheduler.add([make_request(seed, 1, 20) for seed in range(2)])
+    # Each takes one page, and is expected to come to hold two.
     assert scheduler.schedule(1).rows.tolist() == [first]
-    scheduler.pages.grow(1 + 6)
+    scheduler.pages.grow(1 + 5)
     assert scheduler.schedule(1).rows.tolist() == [first, second]
     scheduler.check()
 

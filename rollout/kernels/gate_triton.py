@@ -6,11 +6,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from rollout.kernels.early_triton import early, follow
+
 _BLOCK = 1024
 
 
 @triton.jit
-def _gate_kernel(GATE, UP, OUT, gate_stride, up_stride, size, BLOCK: tl.constexpr):
+def _gate_kernel(
+    GATE, UP, OUT, gate_stride, up_stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
@@ -33,5 +38,6 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     assert gates.stride(1) == ups.stride(1) == 1
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grid = (len(gates), triton.cdiv(size, _BLOCK))
-    _gate_kernel[grid](gates, ups, out, gates.stride(0), ups.stride(0), size, BLOCK=_BLOCK)
+    strides = gates.stride(0), ups.stride(0)
+    _gate_kernel[grid](gates, ups, out, *strides, size, BLOCK=_BLOCK, **early())
     return out

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.kernels.early_triton import early, follow
+
 
 @triton.jit
 def _store_kernel(
@@ -22,7 +24,9 @@ def _store_kernel(
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + token)
     page = tl.load(TABLE + tl.load(LANES + token) * table_stride + position // PAGE).to(tl.int64)
@@ -66,4 +70,5 @@ def store_kv(
         block_table_LP.stride(0), cache[0].stride(0), cache[0].stride(1),
         keys.stride(0), values.stride(0),
         PAGE=cache[0].shape[1], WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width),
+        **early(),
     )  # fmt: skip
