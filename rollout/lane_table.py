@@ -14,6 +14,10 @@ from rollout.token_log import TokenLog, extend
 
 NO_ROW = NO_TOKEN = -1
 
+# To count on more leaves pages free that most rows never need, while others wait for them; a
+# preemption costs less than that. `tests/test_order.py` simulates it.
+UNKNOWN_PART = 16
+
 Number = TypeVar("Number", int, Ints)
 
 
@@ -160,8 +164,7 @@ def expected_growth(
     """Pages that a row, or each of many, is expected to need besides those it holds.
 
     A row goes on to the length that is expected of it; where none is, or it is past that, for a
-    sixteenth of what it still may. To count on more leaves pages free that most rows never need: a
-    preemption costs less than a row that waits (simulated, see examples/README.md).
+    `UNKNOWN_PART`th of what it still may.
 
     Args:
         position: Tokens that have KV.
@@ -175,7 +178,7 @@ def expected_growth(
         >>> expected_growth(7, 0, 64, 0, 2, 4), expected_growth(7, 0, 64, 12, 2, 4)
         (1, 3)
     """
-    known, unknown = expected_new - launched, -((launched - max_new) // 16)
+    known, unknown = expected_new - launched, -((launched - max_new) // UNKNOWN_PART)
     more = known * (known > 0) + unknown * (known <= 0)
     growth = -(-(position + more) // page) - held
     return growth * (growth > 0)

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulation import make_request
 
+from rollout import lane_table
 from rollout.config import RolloutConfig
+from rollout.lane_table import UNKNOWN_PART
 from rollout.order import Lengths, WaitingLine
 from rollout.row import Row
 from rollout.scheduler import Scheduler
@@ -98,15 +100,15 @@ def test_a_mean_lies_among_the_lengths_and_follows_them(seen):
 # --- what it gains
 
 
-def makespan(scheduler, groups, lengths, policy_version):
+def makespan(scheduler, groups, lengths, policy_version, longest=6000, num_pages=None):
     """Steps until rows of these lengths are done, each a token a step."""
     requests = [
-        make_request(row, 4, 6000, int(group), eos_token_ids=(1,))
+        make_request(row, 4, longest, int(group), eos_token_ids=(1,))
         for row, group in enumerate(groups)
     ]
     ids = scheduler.add(requests)
     length_of = dict(zip(ids, lengths, strict=True))
-    scheduler.pages.grow(scheduler.pages_wanted())
+    scheduler.pages.grow(num_pages or scheduler.pages_wanted())
     num_done = dict.fromkeys(ids, 0)
     steps = 0
     while scheduler.num_live or scheduler.num_waiting:
@@ -141,3 +143,20 @@ def test_expected_longest_first_shortens_a_rollout_of_heavy_tailed_lengths():
     print(f"makespan shorter by {np.mean(gains):.0%}, {np.mean(idle):.0%} above the least")  # noqa: T201
     assert np.mean(gains) > 0.1
     assert np.mean(idle) < 0.15
+
+
+@pytest.mark.parametrize("host_pages", [0, 10**6], ids=["recompute", "host"])
+@pytest.mark.parametrize(
+    ("mean", "share"), [(256, 0.6), (10**6, 0.85)], ids=["log-normal", "all to the end"]
+)
+def test_rows_of_unknown_length_are_let_in_on_little(monkeypatch, mean, share, host_pages):
+    """256 rows in the memory of 40 that go on to the end, beside counting on half of that."""
+    lengths = np.random.default_rng(1).lognormal(np.log(mean), 0.8, 256)
+    rows = np.clip(lengths, 1, 1024).astype(int)
+    steps = {}
+    for part in (2, UNKNOWN_PART):
+        monkeypatch.setattr(lane_table, "UNKNOWN_PART", part)
+        scheduler = Scheduler(RolloutConfig(max_rows=256, page_tokens=16), 65, host_pages)
+        steps[part] = makespan(scheduler, range(256), rows, 1, longest=1024, num_pages=40 * 65)
+    print("steps by the part that is counted on:", steps)  # noqa: T201
+    assert steps[UNKNOWN_PART] < share * steps[2]
