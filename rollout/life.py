@@ -34,6 +34,7 @@ class EngineLife:
         config: Knobs.
         autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
         float32_head: Whether its head computes in float32, outside autocast.
+        param_dtype: Dtype that FSDP casts parameters to for the trainer's forward, if any.
         show_plan: Is given the memory plan before the first batch. `None`: it is logged.
     """
 
@@ -45,12 +46,19 @@ class EngineLife:
         *,
         autocast_dtype: torch.dtype | None = None,
         float32_head: bool = False,
+        param_dtype: torch.dtype | None = None,
         show_plan: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
         self.config = config or RolloutConfig()
         self.policy_version = 0
         self.stats = RolloutStats()
-        self.worker = Worker(model, self.config, autocast_dtype, float32_head=float32_head)
+        self.worker = Worker(
+            model,
+            self.config,
+            autocast_dtype,
+            float32_head=float32_head,
+            param_dtype=param_dtype,
+        )
         num_host_pages = self.worker.swap.num_host_pages
         self.scheduler = Scheduler(self.config, self.worker.max_row_pages, num_host_pages)
         self.max_row_tokens = self.worker.max_row_tokens

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rollout.errors import UnsupportedModel
 
@@ -41,7 +40,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_placed(model: nn.Module) -> None:
-    """Refuse parameters that are not whole on one device.
+    """Refuse parameters that are not on one device, or sharded other than by FSDP2.
 
     Raises:
         UnsupportedModel: They are on `meta`, on several devices or sharded.
@@ -60,10 +59,10 @@ def check_placed(model: nn.Module) -> None:
             "each process hold the whole model on its own GPU"
         )
     for parameter_name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+        if hasattr(parameter, "ds_id") or "._flat_param" in f".{parameter_name}":
             raise UnsupportedModel(
-                f"parameter {parameter_name!r} is sharded (FSDP, ZeRO-3 or tensor parallelism); "
-                "attach before the trainer wraps the model, and train with DDP"
+                f"parameter {parameter_name!r} is sharded by ZeRO-3 or FSDP1; use FSDP2 "
+                "(`fsdp_version: 2`) or DDP"
             )
 
 

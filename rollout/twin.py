@@ -4,26 +4,26 @@ The engine never runs the trainer's modules. It copies their tree and shares the
 that modes, hooks, attention flags, patched forwards and checkpointing of the two never meet.
 """
 
-import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.compiled import compile_layers, decoder_layers
-from rollout.fused import fuse, lay_together
+from rollout.fused import fuse
 from rollout.head import Float32Head, use_float32_head
 from rollout.kv_cache import KVLayout
 from rollout.memory import Arena, PlainArena
-from rollout.narrow import Narrow, NarrowLinear, make_narrow, make_plain
+from rollout.narrow import Narrow, make_narrow
+from rollout.shadow import Held, Shadow, is_sharded, local_bytes, reshard
 from rollout.support import base_of, check_placed
+from rollout.tree import alias, copied, fingerprint
 
 logger = logging.getLogger(__name__)
-
-_ALIGN = 512  # bytes; where torch would let a tensor begin
 
 
 class Twin:
@@ -36,8 +36,9 @@ class Twin:
             `None`. The twin runs under the same, so that it rounds alike.
         compiled: Compile decoder layers, on first use.
         exact: Such that they round as they are, to the last bit.
-        arena: Memory of cast weights. `None`: a plain tensor.
+        arena: Memory of weights that are held a second time. `None`: a plain tensor.
         float32_head: The head computes in float32, outside autocast.
+        param_dtype: Dtype that FSDP casts parameters to for the trainer's forward, if any.
 
     Attributes:
         compiled: Whether decoder layers are.
@@ -54,15 +55,17 @@ class Twin:
         exact: bool = False,
         arena: Arena | None = None,
         float32_head: bool = False,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self._live = model
         self._autocast_dtype = autocast_dtype
         self.compiled = compiled
         self._exact = exact
         self._float32_head = float32_head
-        self._arena = arena or PlainArena(next(model.parameters()).device)
+        self._param_dtype = param_dtype
+        self._shadow = Shadow(arena or PlainArena(next(model.parameters()).device))
         self._narrow: Narrow = {}
-        self._announced = False
+        self._announced: bool | None = None
         self.num_builds = 0
         self._rebuild()
         self.refresh()
@@ -75,7 +78,7 @@ class Twin:
     @property
     def device(self) -> torch.device:
         """Where its tensors live."""
-        return next(self._base.parameters()).device
+        return next(base_of(self._live).parameters()).device
 
     @property
     def vocab_size(self) -> int:
@@ -97,13 +100,13 @@ class Twin:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the trainer's weights."""
-        return sum(parameter.nbytes for parameter in base_of(self._live).parameters())
+        """Bytes of the trainer's weights on this rank."""
+        return local_bytes(base_of(self._live).parameters())
 
     @property
     def shadow_bytes(self) -> int:
         """Bytes of weights held a second time."""
-        return sum(weight.nbytes for weight in self._shadow.values())
+        return self._shadow.num_bytes
 
     @property
     def layer_bytes(self) -> int:
@@ -115,12 +118,12 @@ class Twin:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of cast weights that were given back: before it can run, `refresh` takes them."""
-        return max(0, self._shadow_end - self._arena.num_bytes)
+        """Bytes of held weights that were given back: before it can run, `refresh` takes them."""
+        return self._shadow.missing_bytes
 
     def release(self) -> None:
-        """Give back the memory of cast weights, until `refresh`."""
-        self._arena.release()
+        """Give back the memory of weights that are held a second time, until `refresh`."""
+        self._shadow.arena.release()
 
     def kv_layout(self, page_tokens: int) -> KVLayout:
         """Shape and dtype of a KV page of this model."""
@@ -138,14 +141,17 @@ class Twin:
     def refresh(self) -> None:
         """Take over the trainer's present weights, adapters included: a new policy version.
 
+        Where they are sharded this is a collective: every rank is to call it.
+
         Raises:
-            UnsupportedModel: The parameters have been sharded or moved apart meanwhile.
+            UnsupportedModel: The parameters have been moved apart meanwhile.
         """
         check_placed(self._live)
-        if _fingerprint(base_of(self._live)) != self._fingerprint:
+        reshard(base_of(self._live))
+        if fingerprint(base_of(self._live)) != self._fingerprint:
             self._rebuild()
         self._bind()
-        self._cast()
+        self._hold()
         self.num_fused = fuse(self._base, self._narrow)
         make_narrow(self._base, self._narrow)
 
@@ -201,14 +207,9 @@ class Twin:
         """Copy the trainer's tree anew."""
         live = base_of(self._live)
         self.num_builds += 1
-        self._fingerprint = _fingerprint(live)
-        self._shadow: dict[str, nn.Parameter] = {}
-        self._shadow_end = 0
-        memo: dict[int, Any] = {id(p): _alias(p) for p in live.parameters()}
-        self._base = copy.deepcopy(live, memo).eval()
-        make_plain(self._base)
-        for module in self._base.modules():
-            _forget_trainer(module)
+        self._fingerprint = fingerprint(live)
+        self._shadow.clear()
+        self._base = copied(live)
         config: Any = self._base.config
         config._attn_implementation = PAGED_ATTENTION
         # A step wants logits in a named output, and nothing recorded on the way.
@@ -231,8 +232,9 @@ class Twin:
         live = dict(base_of(self._live).named_modules())
         for name, module in self._base.named_modules():
             for key, parameter in live[name]._parameters.items():
-                # ALIAS: the twin reads what the optimizer writes
-                module._parameters[key] = None if parameter is None else _alias(parameter)
+                if not isinstance(parameter, DTensor):
+                    # ALIAS: the twin reads what the optimizer writes
+                    module._parameters[key] = None if parameter is None else alias(parameter)
             for key, buffer in live[name]._buffers.items():
                 if buffer is None or key not in live[name]._non_persistent_buffers_set:
                     # ALIAS: as above
@@ -243,42 +245,32 @@ class Twin:
                     module._buffers[key] = buffer.detach().clone()
 
     @torch.no_grad()
-    def _cast(self) -> None:
-        """Hold in the autocast dtype what autocast would cast: the weights of `nn.Linear`.
+    def _hold(self) -> None:
+        """Hold weights whole that are sharded, and in autocast's dtype what autocast would cast.
 
         Everything else stays aliased, which gives exactly the trainer's numbers.
         """
-        linears = [(name, module, module.weight) for name, module in self._to_shadow()]
-        if not self._shadow:
-            self._place({name: module for name, module, _ in linears})
-        self._arena.grow(self._shadow_end)
-        for name, module, weight in linears:
-            module.weight = self._shadow[name]
-            self._shadow[name].copy_(weight)
-        self._announce()
+        held = list(self._held())
+        if held:
+            self._shadow.fill(held, self._base)
+            self._announce()
 
-    def _place(self, linears: dict[str, nn.Linear]) -> None:
-        """Give the cast weight of each layer its place in the arena; groups lie together."""
-        for module in linears.values():
-            cast = torch.empty(module.weight.shape, dtype=self._autocast_dtype, device="meta")
-            module.weight = nn.Parameter(cast, requires_grad=False)
-        lay_together(self._base, among=linears.values())
-        self._shadow_end, begins = 0, dict[int, int]()
-        for module in linears.values():
-            storage = module.weight.untyped_storage()
-            if storage._cdata not in begins:
-                begins[storage._cdata] = self._shadow_end
-                self._shadow_end += -(-storage.nbytes() // _ALIGN) * _ALIGN
-        self._arena.grow(self._shadow_end)
-        for name, module in linears.items():
-            cast = module.weight
-            offset = cast.storage_offset() * cast.itemsize
-            begin = begins[cast.untyped_storage()._cdata] + offset
-            place = self._arena.data[begin : begin + cast.nbytes]
-            view = place.view(cast.dtype).view(cast.shape)
-            self._shadow[name] = nn.Parameter(view, requires_grad=False)
+    def _held(self) -> Iterator[Held]:
+        live, cast = dict(base_of(self._live).named_modules()), set(self._cast_layers())
+        for name, module in self._base.named_modules():
+            for key, source in live[name]._parameters.items():
+                if source is None:
+                    continue
+                dtype, sharded = source.dtype, isinstance(source, DTensor)
+                if sharded and dtype.is_floating_point:
+                    dtype = self._param_dtype or dtype
+                if key == "weight" and name in cast and dtype.is_floating_point:
+                    dtype = self._autocast_dtype or dtype
+                if sharded or dtype != source.dtype:
+                    yield Held(name, module, key, source, dtype)
 
-    def _to_shadow(self) -> Iterator[tuple[str, nn.Linear]]:
+    def _cast_layers(self) -> Iterator[str]:
+        """Layers whose weights autocast would cast: those of `nn.Linear`."""
         if self._autocast_dtype is None:
             return
         # DoRA reads the weights themselves, before autocast could cast them.
@@ -288,68 +280,34 @@ class Twin:
         for name, module in self._base.named_modules():
             is_linear = isinstance(module, nn.Linear) and not isinstance(module, Float32Head)
             if is_linear and not name.startswith(dora):
-                dtype = module.weight.dtype
-                if dtype.is_floating_point and dtype != self._autocast_dtype:
-                    yield name, module
+                yield name
 
     def _announce(self) -> None:
-        if self._shadow and not self._announced:
-            self._announced = True
-            dtype = str(self._autocast_dtype).removeprefix("torch.")
-            logger.warning(
-                "The trainer computes in %s from weights of another dtype: rollouts use a second, "
-                "cast copy of %d linear layers' weights (%.3f GiB). To avoid it, load the model "
-                'in that dtype: GRPOConfig(model_init_kwargs={"dtype": "%s"})',
-                dtype,
-                len(self._shadow),
-                self.shadow_bytes / 2**30,
-                dtype,
+        if self._announced == (sharded := is_sharded(self._live)):
+            return
+        if self._param_dtype is not None and not sharded:
+            return  # the trainer is going to shard them before the first rollout
+        self._announced = sharded
+        size = self.shadow_bytes / 2**30
+        if sharded:
+            logger.info(
+                "The trainer's weights are sharded: each rank holds them whole during a rollout "
+                "(%.3f GiB), gathered once for each policy version",
+                size,
             )
+            return
+        dtype = str(self._autocast_dtype).removeprefix("torch.")
+        logger.warning(
+            "The trainer computes in %s from weights of another dtype: rollouts use a second, "
+            "cast copy of %d linear layers' weights (%.3f GiB). To avoid it, load the model "
+            'in that dtype: GRPOConfig(model_init_kwargs={"dtype": "%s"})',
+            dtype,
+            self._shadow.num_weights,
+            size,
+            dtype,
+        )
 
 
 def _uses_dora(module: nn.Module) -> bool:
     uses = getattr(module, "use_dora", None)
     return isinstance(uses, dict) and any(uses.values())
-
-
-def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """The same storage, class and attributes, without gradient."""
-    twin = torch.Tensor._make_subclass(type(parameter), parameter.data, False)
-    twin.__dict__.update(parameter.__dict__)
-    return twin
-
-
-def _forget_trainer(module: nn.Module) -> None:
-    """Take away what was set on the trainer's instance: patched forwards and hooks.
-
-    They close over the trainer's own modules and would run those.
-    """
-    module.__dict__.pop("forward", None)
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        getattr(module, name).clear()
-
-
-def _fingerprint(base: nn.Module) -> tuple[Any, ...]:
-    """What the twin has copied and storage does not show: modules and adapter settings."""
-    return tuple(
-        (name, _plain_type(module), *_adapter_settings(module))
-        for name, module in base.named_modules()
-    )
-
-
-def _plain_type(module: nn.Module) -> type[nn.Module]:
-    """Its class, where exact mode has changed it the one before."""
-    return nn.Linear if isinstance(module, NarrowLinear) else type(module)
-
-
-def _adapter_settings(module: nn.Module) -> tuple[Any, ...]:
-    """Names, active, disabled, merged and scaling of a PEFT layer, known by its attributes."""
-    # On a transformers model these names are methods; on an adapter layer they are values.
-    if not isinstance(getattr(module, "disable_adapters", None), bool):
-        return ()
-    return (
-        tuple(module.active_adapters),  # type: ignore[arg-type]
-        module.disable_adapters,
-        tuple(getattr(module, "merged_adapters", ())),
-        tuple(sorted(getattr(module, "scaling", {}).items())),
-    )

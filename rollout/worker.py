@@ -16,6 +16,7 @@ from rollout.memory import available_bytes, max_kv_bytes, open_arena
 from rollout.memory_plan import MemoryPlan
 from rollout.pages import TRASH_PAGE, pages_for
 from rollout.request import Draw
+from rollout.shadow import is_sharded
 from rollout.slots import SlotPair, Streams
 from rollout.support import base_of, check_model, check_placed
 from rollout.swap import Swap
@@ -30,6 +31,7 @@ class Worker:
         config: Knobs.
         autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
         float32_head: Whether its head computes in float32, outside autocast.
+        param_dtype: Dtype that FSDP casts parameters to for the trainer's forward, if any.
 
     Raises:
         UnsupportedModel: The model cannot run on the engine; the message says why.
@@ -42,10 +44,11 @@ class Worker:
         autocast_dtype: torch.dtype | None,
         *,
         float32_head: bool = False,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         check_model(model)
         check_placed(model)
-        if config.fuse_projections:
+        if config.fuse_projections and not is_sharded(model):
             lay_together(base_of(model))
         self.device = device = next(model.parameters()).device
         on_gpu = device.type == "cuda"
@@ -61,6 +64,7 @@ class Worker:
             exact=config.exact,
             arena=weights,
             float32_head=float32_head,
+            param_dtype=param_dtype,
         )
         self.max_row_tokens = config.max_row_tokens or self.twin.max_positions
         self.max_row_pages = pages_for(self.max_row_tokens, config.page_tokens)

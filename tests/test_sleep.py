@@ -41,7 +41,7 @@ def rows_of(completions):
 
 def held(engine):
     """Bytes of pages and of cast weights."""
-    return engine.worker.kv_cache.num_bytes, engine.worker.twin._arena.num_bytes
+    return engine.worker.kv_cache.num_bytes, engine.worker.twin._shadow.arena.num_bytes
 
 
 @AUTOCAST

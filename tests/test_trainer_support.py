@@ -1,13 +1,16 @@
 """What the generator refuses of TRL, and what it leans on in the TRL that is installed."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import trl
 import trl_trainer
+from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout import UnsupportedTrainer
@@ -140,14 +143,35 @@ def test_set_ups_are_refused_by_name(tmp_path, monkeypatch, path, value, message
         check_trainer(trainer)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_fsdp_is_refused(tmp_path, monkeypatch, version):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fsdp_version": 1}, "FSDP1 flattens parameters.*use FSDP2"),
+        ({"cpu_offload": CPUOffloadPolicy()}, "drop `fsdp_offload_params`"),
+        ({"activation_checkpointing": True}, "use the trainer's `gradient_checkpointing`"),
+    ],
+)
+def test_kinds_of_fsdp_are_refused(tmp_path, monkeypatch, changes, message):
     trainer = trl_trainer.build(tmp_path)
     state = trainer.accelerator.state
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setattr(state, "fsdp_plugin", SimpleNamespace(fsdp_version=version), raising=False)
-    with pytest.raises(UnsupportedTrainer, match=f"FSDP{version} shards the weights"):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    monkeypatch.setattr(state, "fsdp_plugin", plugin, raising=False)
+    check_trainer(trainer)
+    for name, value in changes.items():
+        setattr(plugin, name, value)
+    with pytest.raises(UnsupportedTrainer, match=message):
         check_trainer(trainer)
+
+
+def test_exact_mode_is_refused_for_sharded_weights(tmp_path, monkeypatch):
+    trainer = trl_trainer.build(tmp_path)
+    state = trainer.accelerator.state
+    monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    monkeypatch.setattr(state, "fsdp_plugin", plugin, raising=False)
+    with pytest.raises(UnsupportedTrainer, match="not tried with sharded weights; use DDP"):
+        trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, on_policy="exact"))
 
 
 @pytest.mark.parametrize("kind", ["tp", "cp", "sp"])

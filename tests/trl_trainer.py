@@ -3,6 +3,8 @@
 from typing import Any
 
 import tiny
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -58,6 +60,21 @@ def build(tmp_path, model=None, **changes: Any) -> GRPOTrainer:
 def attach(trainer: GRPOTrainer, config: RolloutConfig = ENGINE) -> RolloutGenerator:
     """A generator attached to `trainer`."""
     return RolloutGenerator(config).attach(trainer)
+
+
+def shard(trainer: GRPOTrainer) -> None:
+    """Let `train` shard the model by FSDP2, as accelerate does on GPUs and refuses on a CPU."""
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        reshard_after_forward=True,
+    )
+    if trainer.accelerator.mixed_precision != "no":
+        state.fsdp_plugin.set_mixed_precision(trainer.accelerator.mixed_precision)
+    trainer.is_fsdp_enabled = True
 
 
 def logged(trainer: GRPOTrainer, name: str) -> list[float]:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from accelerate.utils import DistributedType
 from rich.console import Console
 
 from rollout.config import RolloutConfig
@@ -157,17 +158,19 @@ class RolloutGenerator:
             logarithms at the trainer's temperature over the full vocabulary.
 
         Raises:
-            RolloutError: Any rank failed; raised on all of them, and no rank has a result.
+            RolloutError: Any rank failed; raised on all of them, and no rank has a result. In a
+                later turn of a tool loop, which ranks reach as often as their own rows call tools,
+                a rank fails alone, and its end ends the others as any error in a trainer does.
         """
-        completions, failure = [], None
+        completions, failure, later_turn = [], None, bool(self._num_turns)
         try:
             if images is not None:
                 raise UnsupportedTrainer("the engine cannot take images; use text alone")
             with profiler or nullcontext():
-                completions = self._rollout(prompts)
+                completions = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:
             failure = error
-        self._agree(failure)
+        self._agree(failure, alone=later_turn)
         log_rollout(self._trainer, self.engine.stats)
         completion_ids = [completion.token_ids for completion in completions]
         logprobs = [[[value] for value in completion.logprobs] for completion in completions]
@@ -194,6 +197,11 @@ class RolloutGenerator:
                 "`cast_lm_head_to_fp32`, or use on_policy='close'"
             )
         accelerator = trainer.accelerator
+        if self.config.exact and accelerator.distributed_type == DistributedType.FSDP:
+            raise UnsupportedTrainer(
+                "on_policy='exact' was not tried with sharded weights; use DDP, or "
+                "on_policy='close'"
+            )
         model = accelerator.unwrap_model(trainer.model)
         autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
         show_plan = _print_plan if accelerator.is_main_process else None
@@ -202,6 +210,7 @@ class RolloutGenerator:
             self.config,
             autocast_dtype=autocast_dtype,
             float32_head=float32_head,
+            param_dtype=_param_dtype(accelerator),
             show_plan=show_plan,
         )
         self._undo_exact = _nothing
@@ -225,12 +234,11 @@ class RolloutGenerator:
         self._before[name] = vars(self._trainer).get(name, _MISSING)
         setattr(self._trainer, name, value)
 
-    def _rollout(self, prompts: list[list[int]]) -> list[Completion]:
+    def _rollout(self, prompts: list[list[int]], *, same_weights: bool) -> list[Completion]:
         sampling, seeds = [self._sampling(p) for p in prompts], self._row_seeds(len(prompts))
         # Weights change in ways that no callback tells of: averaged ones swapped in for an
         # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
-        later_turn = bool(self._num_turns)
-        completions = self.engine.generate(prompts, sampling, seeds, same_weights=later_turn)
+        completions = self.engine.generate(prompts, sampling, seeds, same_weights=same_weights)
         if self._num_turns is not None:
             self._num_turns += 1
         return completions
@@ -286,10 +294,10 @@ class RolloutGenerator:
             )
         return scored
 
-    def _agree(self, failure: Exception | None) -> None:
-        """Raise on every rank if any has failed, so that none waits for another for ever."""
+    def _agree(self, failure: Exception | None, *, alone: bool) -> None:
+        """Raise on every rank if any has failed, unless each is to decide alone."""
         accelerator = self._trainer.accelerator
-        if accelerator.num_processes > 1:
+        if accelerator.num_processes > 1 and not alone:
             failed = torch.tensor(float(failure is not None), device=accelerator.device)
             num_failed = int(accelerator.reduce(failed, reduction="sum"))
         else:
@@ -304,6 +312,15 @@ class RolloutGenerator:
 
 def _print_plan(plan: MemoryPlan) -> None:
     Console(stderr=True).print(plan.table())
+
+
+def _param_dtype(accelerator: Any) -> torch.dtype | None:
+    """What FSDP2 casts parameters to for a forward."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    found: torch.dtype | None = getattr(
+        getattr(plugin, "mixed_precision_policy", None), "param_dtype", None
+    )
+    return found
 
 
 def _nothing() -> None:

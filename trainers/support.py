@@ -7,6 +7,7 @@ from typing import Any
 import trl
 from accelerate.utils import DistributedType
 from packaging.version import Version
+from torch.distributed.fsdp import CPUOffloadPolicy
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout.errors import UnsupportedTrainer
@@ -71,14 +72,25 @@ def _reasons(trainer: Any) -> Iterator[str]:
 
 def _parallelism_reasons(accelerator: Any) -> Iterator[str]:
     if accelerator.distributed_type == DistributedType.FSDP:
-        version = accelerator.state.fsdp_plugin.fsdp_version
-        yield f"FSDP{version} shards the weights, and the engine needs them whole; use DDP"
+        yield from _fsdp_reasons(accelerator.state.fsdp_plugin)
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         kind = accelerator.distributed_type.value
-        yield f"{kind} moves and casts or splits the weights after construction; use DDP"
+        yield f"{kind} moves and casts or splits the weights after construction; use FSDP2 or DDP"
     if accelerator.mixed_precision == "fp8":
         yield "mixed_precision='fp8' is not supported; use bf16"
     parallelism = accelerator.parallelism_config
     for kind in ("tp", "cp", "sp"):
         if getattr(parallelism, f"{kind}_size", 1) > 1:
             yield f"{kind}_size > 1 splits each sequence or layer over GPUs; use DDP"
+
+
+def _fsdp_reasons(plugin: Any) -> Iterator[str]:
+    if plugin.fsdp_version != 2:
+        yield "FSDP1 flattens parameters, which hides them; use FSDP2 (`fsdp_version: 2`) or DDP"
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        yield "FSDP keeps its parameters on the CPU; drop `fsdp_offload_params`"
+    if plugin.activation_checkpointing:
+        yield (
+            "`fsdp_activation_checkpointing` wraps layers of the model; use the trainer's "
+            "`gradient_checkpointing` instead"
+        )

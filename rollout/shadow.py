@@ -1,0 +1,142 @@
+"""Weights that the engine holds a second time: cast ones, and sharded ones, gathered whole."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rollout.fused import lay_together
+from rollout.memory import Arena
+
+_ALIGN = 512  # bytes; where torch would let a tensor begin
+
+
+class Held(NamedTuple):
+    """A parameter of the twin that does not share the trainer's storage.
+
+    Attributes:
+        name: Of its module.
+        module: The twin's.
+        key: Its name in the module.
+        source: The trainer's parameter.
+        dtype: What the twin has it in.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    source: Tensor
+    dtype: torch.dtype
+
+
+class Shadow:
+    """Places in an arena for the parameters that the twin holds itself.
+
+    Args:
+        arena: Memory for them, which may be given back and taken again.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing: another tree is to come."""
+        self._weights: dict[tuple[str, str], nn.Parameter] = {}
+        self._end = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is held."""
+        return sum(weight.nbytes for weight in set(self._weights.values()))
+
+    @property
+    def num_weights(self) -> int:
+        """Parameters that are held."""
+        return len(self._weights)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that were given back, and that `fill` takes again."""
+        return max(0, self._end - self.arena.num_bytes)
+
+    def fill(self, held: Sequence[Held], base: nn.Module) -> None:
+        """Give the twin's modules their parameters, with what the trainer's hold now.
+
+        Where a source is sharded this is a collective of all ranks that share it.
+
+        Args:
+            held: The same ones each time until `clear`.
+            base: The twin's tree, for which layers lie together.
+        """
+        if not self._weights:
+            self._place(held, base)
+        self.arena.grow(self._end)
+        filled = set()
+        for name, module, key, source, dtype in held:
+            weight = self._weights[name, key]
+            module._parameters[key] = weight
+            if weight not in filled:
+                weight.copy_(_whole(source, dtype))
+                filled.add(weight)
+
+    def _place(self, held: Sequence[Held], base: nn.Module) -> None:
+        """Give each parameter its place; those of a group lie together, tied ones are one."""
+        tied: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+        for _, module, key, source, dtype in held:
+            there = torch.empty(source.shape, dtype=dtype, device="meta")
+            blank = tied.setdefault((id(source), dtype), nn.Parameter(there, requires_grad=False))
+            module._parameters[key] = blank
+        linears = (module for _, module, key, *_ in held if key == "weight")
+        lay_together(base, among=[each for each in linears if isinstance(each, nn.Linear)])
+        # Only now: what lies together has new parameters.
+        blanks = {(name, key): getattr(module, key) for name, module, key, *_ in held}
+        begins = self._begins(blanks.values())
+        self.arena.grow(self._end)
+        made = {blank: self._view(blank, begins) for blank in set(blanks.values())}
+        self._weights = {place: made[blank] for place, blank in blanks.items()}
+
+    def _begins(self, blanks: Iterable[Tensor]) -> dict[int, int]:
+        """Where each storage begins in the arena."""
+        self._end, begins = 0, dict[int, int]()
+        for storage in (blank.untyped_storage() for blank in blanks):
+            if storage._cdata not in begins:
+                begins[storage._cdata] = self._end
+                self._end += -(-int(storage.nbytes()) // _ALIGN) * _ALIGN
+        return begins
+
+    def _view(self, blank: Tensor, begins: dict[int, int]) -> nn.Parameter:
+        begin = begins[blank.untyped_storage()._cdata] + blank.storage_offset() * blank.itemsize
+        place = self.arena.data[begin : begin + blank.nbytes]
+        return nn.Parameter(place.view(blank.dtype).view(blank.shape), requires_grad=False)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters lie in parts on several ranks."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP drop whole parameters that a forward without backward has left behind."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes that parameters take on this rank."""
+    return sum(
+        each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in parameters
+    )
+
+
+def _whole(source: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter with the parts of all ranks, cast before it travels."""
+    if not isinstance(source, DTensor):
+        return source
+    cast = source.detach().to(dtype)
+    assert isinstance(cast, DTensor)
+    return cast.full_tensor()

@@ -1,0 +1,143 @@
+"""Two processes on the CPU (gloo): each generates for itself, and both fail together."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+BEGIN = """
+import hashlib, json, sys, torch
+from pathlib import Path
+from peft import LoraConfig
+torch.set_num_threads(1)
+import run_length, trl_trainer
+folder, kind, precision = sys.argv[1:4]
+
+def digest(model):
+    \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
+    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest()
+
+def write(found):
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+"""
+
+TRAIN = """
+adapters = LoraConfig(target_modules="all-linear", r=4) if "lora" in kind else None
+trainer = trl_trainer.build(folder, max_steps=2, bf16=precision == "bf16", peft_config=adapters)
+if "fsdp2" in kind:
+    trl_trainer.shard(trainer)
+generator = trl_trainer.attach(trainer)
+rank = trainer.accelerator.process_index
+trainer.train()
+found = {
+    "wrapper": type(trainer.model_wrapped).__name__,
+    "gap": max(trl_trainer.logged(trainer, "rollout/logp_gap")),
+    "shadow": generator.engine.worker.twin.shadow_bytes,
+    "completions": generator.generate([[9, 10]] * 4, None, 4)[1],
+    "weights": digest(trainer.model),
+}
+
+# Ranks whose rows differ in number and length, and whose tool loops take different turns.
+def turns():
+    for _ in range(1 + 2 * rank):
+        generator.generate([[9, 10]] * (1 + 7 * rank), None, 1)
+    return trainer.accelerator.gather(torch.ones(1)).sum().item()
+
+found["ranks"] = generator._share_version(turns)
+if rank == 0:
+    generator.engine.worker.graphs.forward.decode = None
+try:
+    generator.generate([[9]], None, 1)
+except Exception as error:
+    found["error"] = f"{type(error).__name__}: {error}"
+write(found)
+"""
+
+LEARN = """
+from trl import GRPOConfig, GRPOTrainer
+from rollout import RolloutConfig
+from trainers import RolloutGenerator
+tokenizer = run_length.build_tokenizer()
+trainer = GRPOTrainer(
+    model=run_length.build_model(tokenizer, seed=0),
+    reward_funcs=run_length.reward,
+    args=GRPOConfig(
+        output_dir=folder, per_device_train_batch_size=64, num_generations=8,
+        max_completion_length=32, max_steps=40, learning_rate=3e-3, logging_steps=1,
+        use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        save_strategy="no", disable_tqdm=True,
+    ),
+    train_dataset=run_length.build_dataset(seed=0),
+    processing_class=tokenizer,
+)
+if "fsdp2" in kind:
+    trl_trainer.shard(trainer)
+RolloutGenerator(RolloutConfig(max_rows=64, page_tokens=16)).attach(trainer)
+rank = trainer.accelerator.process_index
+trainer.train()
+rewards = trl_trainer.logged(trainer, "reward")
+gap = max(trl_trainer.logged(trainer, "rollout/logp_gap_max"))
+write({"rewards": rewards, "gap": gap, "weights": digest(trainer.model)})
+"""
+
+
+def on_two_ranks(folder, script, kind, precision="no"):
+    """What each of two processes has found."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    (folder / "script.py").write_text(BEGIN + script)
+    root = TESTS.parent
+    paths = os.pathsep.join(map(str, (root, TESTS, root / "examples")))
+    result = subprocess.run(
+        [*command, str(folder / "script.py"), str(folder), kind, precision],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        check=False,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "precision", "wrapper", "most"),
+    [
+        ("ddp", "no", "DistributedDataParallel", 1e-5),
+        ("fsdp2", "no", "FSDPQwen3ForCausalLM", 1e-5),
+        ("fsdp2", "bf16", "FSDPQwen3ForCausalLM", 0.02),
+        ("fsdp2, lora", "no", "FSDPPeftModel", 1e-5),
+    ],
+)
+def test_two_ranks_train_generate_different_rows_and_fail_together(
+    tmp_path, kind, precision, wrapper, most
+):
+    first, second = on_two_ranks(tmp_path, TRAIN, kind, precision)
+    for found in (first, second):
+        assert found["wrapper"] == wrapper
+        assert found["gap"] < most
+        assert (found["shadow"] > 0) == kind.startswith("fsdp2")
+        assert found["ranks"] == 2
+    assert first["weights"] == second["weights"]
+    assert first["completions"] != second["completions"]
+    assert first["error"].startswith("TypeError")
+    other = "RolloutError: the rollout failed on 1 other rank(s); see their errors"
+    assert second["error"] == other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_ranks_learn_and_end_with_equal_weights(tmp_path, kind):
+    first, second = on_two_ranks(tmp_path, LEARN, kind)
+    assert first["weights"] == second["weights"]
+    assert first["gap"] < 1e-4
+    rewards = first["rewards"]
+    print("reward", sum(rewards[:5]) / 5, "to", sum(rewards[-5:]) / 5)  # noqa: T201
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
