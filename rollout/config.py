@@ -72,6 +72,10 @@ class RolloutConfig:
     """Also return the probability of the tokens that `top_k`, `top_p`, `min_p` and the suppressed
     ones leave. Without penalties, a log-probability less its logarithm is that of the draw."""
 
+    balance_ranks: bool = False
+    """Under a TRL trainer on several ranks: share rows out by the length that earlier completions
+    of their prompts had, so that ranks finish together. All ranks then hear of all completions."""
+
     progress_bar: bool = False
     """Show a `tqdm` bar of finished rows while generating."""
 

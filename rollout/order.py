@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heappop, heappush
 
+import numpy as np
+
+from rollout.request import Ints
 from rollout.row import NO_AGE, Row
 
 # Prompts whose lengths are remembered, and completions that a prompt's mean goes back to.
@@ -40,6 +43,15 @@ class Lengths:
         """Mean length of the last completions, where there were any."""
         found = self._means.get(prompt)
         return found and found[1]
+
+
+def digest(prompt: Sequence[int] | Ints) -> bytes:
+    """What a prompt's lengths are remembered by.
+
+    Args:
+        prompt: Token ids.
+    """
+    return blake2b(np.asarray(prompt, np.int64).tobytes(), digest_size=16).digest()
 
 
 @dataclass(eq=False)
@@ -84,7 +96,7 @@ class WaitingLine:
         """Queue rows that were submitted together."""
         groups: dict[bytes, _Group] = {}
         for row in rows:
-            prompt = blake2b(row.request.prompt.tobytes(), digest_size=16).digest()
+            prompt = digest(row.request.prompt)
             if prompt not in groups:
                 expected, self._num_groups = self._lengths.expected(prompt), self._num_groups + 1
                 groups[prompt] = _Group(prompt, self._num_groups, deque(), expected)

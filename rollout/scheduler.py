@@ -29,13 +29,16 @@ class Scheduler:
         config: `max_rows` lanes, `page_tokens`, `prefill_tokens` a step.
         max_row_pages: Pages of the longest row: the width of a block table.
         num_host_pages: Pages of host memory that preempted rows may take.
+
+    Attributes:
+        lengths: What is known of prompts from earlier rows.
     """
 
     def __init__(self, config: RolloutConfig, max_row_pages: int, num_host_pages: int = 0) -> None:
         self._config = config
         self._max_row_pages = max_row_pages
         self._num_host_pages = num_host_pages
-        self._lengths = Lengths()
+        self.lengths = Lengths()
         self._next_row = 0
         self.reset(num_pages=1)
 
@@ -43,7 +46,7 @@ class Scheduler:
         """Drop every row and begin anew with `num_pages` free pages. Row ids go on counting."""
         self._version = -1
         self._lanes = LaneTable(self._config, self._max_row_pages)
-        self._line = WaitingLine(self._lengths)
+        self._line = WaitingLine(self.lengths)
         self.pages = self._lanes.pages
         self.pages.grow(num_pages)
         self._host_pages = HostPages(self._num_host_pages, self.pages)

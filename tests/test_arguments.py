@@ -32,6 +32,7 @@ VALUES = {
     "fuse_projections": True,
     "entropies": True,
     "kept_mass": True,
+    "balance_ranks": True,
     "progress_bar": True,
 }
 

@@ -7,11 +7,42 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainers.ranks import Group, deal
 
 TESTS = Path(__file__).parent
 
+BALANCE = """
+from accelerate import PartialState
+from rollout.order import Lengths, digest
+from rollout.request import Completion, FinishReason
+from trainers.ranks import RowBalance
+state = PartialState(cpu=True)
+rank, lengths = state.process_index, Lengths()
+# Each has three groups of four rows; rank 0 those that are long.
+prompts = [[10 * rank + group] * 3 for group in range(3) for _ in range(4)]
+seeds = [100 * rank + row for row in range(12)]
+length_of = lambda prompt: (90, 80, 70, 12, 11, 10)[prompt[0] % 10 + 3 * (prompt[0] // 10)]
+balance, loads, same = RowBalance(rank, 2, lengths), [], []
+for _ in range(2):
+    mine, mine_seeds = balance.give_out(prompts, seeds)
+    loads.append(sum(map(length_of, mine)))
+    done = []
+    for row, (prompt, seed) in enumerate(zip(mine, mine_seeds)):
+        tokens = [seed] * length_of(prompt)
+        done.append(Completion(row, tokens, [0.0] * len(tokens), FinishReason.LENGTH, ()))
+        lengths.note(digest(prompt), len(tokens))  # as the engine does of its own
+    back = balance.take_back(done)
+    same.append([(b.token_ids[0], len(b.token_ids)) for b in back])
+known = [lengths.expected(digest([10 * r + g] * 3)) for r in range(2) for g in range(3)]
+write({"loads": loads, "back": same, "known": known})
+"""
+
 BEGIN = """
 import hashlib, json, sys, torch
+from dataclasses import replace
 from pathlib import Path
 from peft import LoraConfig
 torch.set_num_threads(1)
@@ -32,7 +63,8 @@ adapters = LoraConfig(target_modules="all-linear", r=4) if "lora" in kind else N
 trainer = trl_trainer.build(folder, max_steps=2, bf16=precision == "bf16", peft_config=adapters)
 if "fsdp2" in kind:
     trl_trainer.shard(trainer)
-generator = trl_trainer.attach(trainer)
+balanced = replace(trl_trainer.ENGINE, balance_ranks="balanced" in kind)
+generator = trl_trainer.attach(trainer, balanced)
 rank = trainer.accelerator.process_index
 trainer.train()
 found = {
@@ -111,6 +143,7 @@ def on_two_ranks(folder, script, kind, precision="no"):
     ("kind", "precision", "wrapper", "most"),
     [
         ("ddp", "no", "DistributedDataParallel", 1e-5),
+        ("ddp, balanced", "no", "DistributedDataParallel", 1e-5),
         ("fsdp2", "no", "FSDPQwen3ForCausalLM", 1e-5),
         ("fsdp2", "bf16", "FSDPQwen3ForCausalLM", 0.02),
         ("fsdp2, lora", "no", "FSDPPeftModel", 1e-5),
@@ -130,6 +163,28 @@ def test_two_ranks_train_generate_different_rows_and_fail_together(
     assert first["error"].startswith("TypeError")
     other = "RolloutError: the rollout failed on 1 other rank(s); see their errors"
     assert second["error"] == other
+
+
+def test_rows_are_shared_out_by_known_lengths_and_come_back_in_order(tmp_path):
+    found = on_two_ranks(tmp_path, BALANCE, "balance")
+    lengths = (90, 80, 70, 12, 11, 10)
+    for rank, each in enumerate(found):
+        assert each["known"] == list(lengths)
+        own = lengths[3 * rank : 3 * rank + 3]
+        assert each["back"] == [[[100 * rank + row, own[row // 4]] for row in range(12)]] * 2
+    first, then = zip(*(each["loads"] for each in found), strict=True)
+    assert first == (4 * 240, 4 * 33)  # nothing is known: each its own
+    assert sorted(then) == [4 * (90 + 12 + 11 + 10), 4 * (80 + 70)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 500)), max_size=40))
+def test_no_rank_has_more_than_the_least_and_one_group(drawn):
+    groups = [Group(owner, 0, [7], [0] * rows, size) for owner, rows, size in drawn]
+    dealt = deal(groups, 4)
+    assert sorted(map(id, groups)) == sorted(id(group) for rank in dealt for group in rank)
+    loads = [sum(len(g.seeds) * (g.expected or 0) for g in rank) for rank in dealt]
+    largest = max((len(g.seeds) * (g.expected or 0) for g in groups), default=0)
+    assert max(loads) - min(loads) <= largest
 
 
 @pytest.mark.slow

@@ -18,11 +18,12 @@ from rich.console import Console
 
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
-from rollout.errors import RolloutError, UnsupportedTrainer
+from rollout.errors import UnsupportedTrainer
 from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
 from trainers.metrics import gap_metrics, log_metrics, log_rollout, log_sleep
+from trainers.ranks import RowBalance, agree
 from trainers.sampling import row_sampling
 from trainers.seams import find_seam, settings_of
 from trainers.support import check_trainer
@@ -170,7 +171,11 @@ class RolloutGenerator:
                 completions = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:
             failure = error
-        self._agree(failure, alone=later_turn)
+        if not later_turn:
+            agree(self._trainer.accelerator, failure)
+            completions = self._balance.take_back(completions) if self._balance else completions
+        elif failure is not None:
+            raise failure
         log_rollout(self._trainer, self.engine.stats)
         completion_ids = [completion.token_ids for completion in completions]
         logprobs = [[[value] for value in completion.logprobs] for completion in completions]
@@ -222,6 +227,10 @@ class RolloutGenerator:
                 raise
         self._trainer, self._settings = trainer, settings_of(trainer)
         self._seam = find_seam(trainer)
+        self._balance = None
+        if self.config.balance_ranks and accelerator.num_processes > 1:
+            ranks = accelerator.process_index, accelerator.num_processes
+            self._balance = RowBalance(*ranks, self.engine.scheduler.lengths)
         self._wrap(self._seam.generates, self._share_version)
         if self._seam.scores is not None:
             self._wrap(self._seam.scores, self._score_and_log_gap)
@@ -235,7 +244,10 @@ class RolloutGenerator:
         setattr(self._trainer, name, value)
 
     def _rollout(self, prompts: list[list[int]], *, same_weights: bool) -> list[Completion]:
-        sampling, seeds = [self._sampling(p) for p in prompts], self._row_seeds(len(prompts))
+        seeds = self._row_seeds(len(prompts))
+        if self._balance and not same_weights:
+            prompts, seeds = self._balance.give_out(prompts, seeds)
+        sampling = [self._sampling(prompt) for prompt in prompts]
         # Weights change in ways that no callback tells of: averaged ones swapped in for an
         # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
         completions = self.engine.generate(prompts, sampling, seeds, same_weights=same_weights)
@@ -293,21 +305,6 @@ class RolloutGenerator:
                 largest,
             )
         return scored
-
-    def _agree(self, failure: Exception | None, *, alone: bool) -> None:
-        """Raise on every rank if any has failed, unless each is to decide alone."""
-        accelerator = self._trainer.accelerator
-        if accelerator.num_processes > 1 and not alone:
-            failed = torch.tensor(float(failure is not None), device=accelerator.device)
-            num_failed = int(accelerator.reduce(failed, reduction="sum"))
-        else:
-            num_failed = int(failure is not None)
-        if failure is not None:
-            raise failure
-        if num_failed:
-            raise RolloutError(
-                f"the rollout failed on {num_failed} other rank(s); see their errors"
-            )
 
 
 def _print_plan(plan: MemoryPlan) -> None:

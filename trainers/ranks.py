@@ -1,0 +1,133 @@
+"""What the ranks of a trainer tell each other about a rollout."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+
+from rollout.errors import RolloutError
+from rollout.order import Lengths, digest
+from rollout.request import Completion
+
+
+def agree(accelerator: Any, failure: Exception | None) -> None:
+    """Raise on every rank if any has failed, so that none waits for another for ever.
+
+    Args:
+        accelerator: The trainer's.
+        failure: Of this rank.
+
+    Raises:
+        RolloutError: Another rank has failed. `failure` itself, where there is one.
+    """
+    num_failed = int(failure is not None)
+    if accelerator.num_processes > 1:
+        failed = torch.tensor(float(num_failed), device=accelerator.device)
+        num_failed = int(accelerator.reduce(failed, reduction="sum"))
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise RolloutError(f"the rollout failed on {num_failed} other rank(s); see their errors")
+
+
+class Group(NamedTuple):
+    """Rows of one prompt that stay together, because they share its KV.
+
+    Attributes:
+        owner: Rank that asked for them.
+        first: The first of them among the owner's rows.
+        prompt: Token ids.
+        seeds: One a row.
+        expected: Tokens that a completion is expected to have, where that is known.
+    """
+
+    owner: int
+    first: int
+    prompt: list[int]
+    seeds: list[int]
+    expected: float | None
+
+
+class RowBalance:
+    """Lets each rank generate about as many tokens, whoever asked for them.
+
+    Every rank has to make the same calls. A row's random numbers come with it, so that it is the
+    same row wherever it is generated, but for rounding.
+
+    Args:
+        rank: This process.
+        num_ranks: All of them.
+        lengths: What this rank knows of prompts.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, lengths: Lengths) -> None:
+        self._rank, self._num_ranks, self._lengths = rank, num_ranks, lengths
+        self._mine: list[Group] = []
+
+    def give_out(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        """The prompts and seeds of the rows that this rank is to generate.
+
+        Args:
+            prompts: Of the rows that this rank asks for.
+            seeds: Theirs.
+        """
+        groups: list[Group] = gather_object(self._groups(prompts, seeds))
+        self._mine = deal(groups, self._num_ranks)[self._rank]
+        rows = [(group.prompt, seed) for group in self._mine for seed in group.seeds]
+        return [prompt for prompt, _ in rows], [seed for _, seed in rows]
+
+    def take_back(self, completions: Sequence[Completion]) -> list[Completion]:
+        """The completions of the rows that this rank has asked for, in its order.
+
+        Args:
+            completions: Of the rows of `give_out`.
+        """
+        done, places = iter(completions), list[tuple[int, int, list[int], Completion]]()
+        for group in self._mine:
+            for index, _ in enumerate(group.seeds):
+                places.append((group.owner, group.first + index, group.prompt, next(done)))
+        found: dict[int, Completion] = {}
+        mine = {(owner, index) for owner, index, *_ in places}
+        for owner, index, prompt, completion in gather_object(places):
+            if (owner, index) not in mine:  # the engine here knows of its own
+                self._lengths.note(digest(prompt), len(completion.token_ids))
+            if owner == self._rank:
+                found[index] = completion
+        return [found[index] for index in range(len(found))]
+
+    def _groups(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Group]:
+        groups = list[Group]()
+        for prompt, rows in groupby(range(len(prompts)), key=lambda row: prompts[row]):
+            own = list(rows)
+            expected = self._lengths.expected(digest(prompt))
+            groups.append(Group(self._rank, own[0], prompt, [seeds[row] for row in own], expected))
+        return groups
+
+
+def deal(groups: Sequence[Group], num_ranks: int) -> list[list[Group]]:
+    """Groups for each rank: the longest first, to the rank that has least.
+
+    Args:
+        groups: Of all ranks, in the same order everywhere.
+        num_ranks: Ranks.
+
+    Returns:
+        A list a rank; where nothing is known of any length, each rank's own.
+    """
+    known = [group.expected for group in groups if group.expected is not None]
+    dealt: list[list[Group]] = [[] for _ in range(num_ranks)]
+    if not known:
+        for group in groups:
+            dealt[group.owner].append(group)
+        return dealt
+    usual, loads = sum(known) / len(known), [0.0] * num_ranks
+    sized = [(len(g.seeds) * (usual if g.expected is None else g.expected), g) for g in groups]
+    for size, group in sorted(sized, key=lambda each: -each[0]):
+        rank = min(range(num_ranks), key=lambda rank: (loads[rank], rank != group.owner))
+        dealt[rank].append(group)
+        loads[rank] += size
+    return dealt
