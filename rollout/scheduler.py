@@ -20,6 +20,7 @@ from rollout.plan import Plan
 from rollout.preemption import Preemption
 from rollout.request import Batch, Completion, Draw, FinishReason, Floats, Ints, Request
 from rollout.row import NO_AGE, Row
+from rollout.words import table_shape
 
 
 class Scheduler:
@@ -84,12 +85,16 @@ class Scheduler:
         most = self._config.max_rows
         return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
 
-    def largest_batch(self) -> tuple[int, int, set[Draw]]:
-        """Most rows that can decode together, their longest context and their kinds of draw."""
+    def largest_batch(self) -> tuple[int, int, set[Draw], tuple[int, int]]:
+        """Most rows that can decode together, and what the most demanding of them can take.
+
+        That is their longest context, their kinds of draw, and the shape of a table of words.
+        """
         rows = [*self._lanes.rows.values(), *self._line]
         longest = max((row.request.max_tokens for row in rows), default=0)
-        draws = {row.request.sampling.draw for row in rows}
-        return min(len(rows), self._config.max_rows), longest, draws
+        sampling = [row.request.sampling for row in rows]
+        draws, words = {how.draw for how in sampling}, table_shape(sampling)
+        return min(len(rows), self._config.max_rows), longest, draws, words
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Queue requests that are submitted together. Returns their row ids, which go on counting.
