@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import RequestError, check_count, is_real, reject_unknown
+from rollout.stop_strings import StopStrings
 
 # Logits divided by less could overflow.
 _COLDEST = 1e-6
@@ -42,7 +43,7 @@ class FinishReason(StrEnum):
     """Why a row ended, in vLLM's words."""
 
     STOP = "stop"
-    """It sampled one of its `eos_token_ids`."""
+    """It sampled one of its `eos_token_ids`, or completed one of its `stop_strings`."""
     LENGTH = "length"
     """It reached `max_new_tokens`."""
 
@@ -78,7 +79,8 @@ class SamplingParams:
     """Most tokens to generate, the final EOS included."""
 
     min_new_tokens: int = 0
-    """No `eos_token_ids` is drawn before so many tokens are; vLLM's `min_tokens`."""
+    """No `eos_token_ids` is drawn before so many tokens are, and no `stop_strings` ends the row
+    with fewer, though transformers lets it; vLLM's `min_tokens`."""
 
     temperature: float = 1.0
     """Divides the logits. 0 takes the most likely token; its log-probability is then at 1."""
@@ -111,6 +113,10 @@ class SamplingParams:
 
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends the row; it is kept as the completion's last token."""
+
+    stop_strings: StopStrings | None = None
+    """Any of these ends the row, and the tokens that complete it are kept, as in transformers. Of
+    the prompt no string takes a part, as in vLLM; in transformers one may begin there."""
 
     @property
     def draw(self) -> Draw:
@@ -158,6 +164,11 @@ class SamplingParams:
         for name in ("eos_token_ids", "suppress_tokens"):
             _check_tokens(name, getattr(self, name))
         _check_words(self.bad_words_ids)
+        if not isinstance(self.stop_strings, StopStrings | None):
+            raise RequestError(
+                f"stop_strings={self.stop_strings!r}: it must be a StopStrings, which knows the "
+                "tokenizer"
+            )
 
 
 def _check_between(name: str, value: Any, least: float, most: float) -> None:

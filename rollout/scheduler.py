@@ -110,7 +110,7 @@ class Scheduler:
         """The next batch, from what is known now; `None` when there is nothing to launch.
 
         A row whose token in flight is its last is left out; one whose token in flight may turn
-        out to be an EOS is not, and is then an overrun.
+        out to be an EOS, or to complete a stop string, is not, and is then an overrun.
         """
         plan, lanes = Plan(), self._lanes
         self._open_version(policy_version)
@@ -150,8 +150,8 @@ class Scheduler:
             done = self._settle_parked(batch, ~alive, tokens, scores)
             lanes, tokens, scores = lanes[alive], tokens[alive], scores[alive]
         _check_finite(scores)
-        by_eos, by_length = self._lanes.settle(lanes, tokens, scores, version)
-        done += [self._finish(lane, FinishReason.STOP) for lane in by_eos.tolist()]
+        stopped, by_length = self._lanes.settle(lanes, tokens, scores, version)
+        done += [self._finish(lane, FinishReason.STOP) for lane in stopped.tolist()]
         done += [self._finish(lane, FinishReason.LENGTH) for lane in by_length.tolist()]
         return done
 
