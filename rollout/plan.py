@@ -28,15 +28,16 @@ class Plan:
     def admit(self, lane: int, row: Row) -> None:
         """A row enters a lane: its last token is the input of its first decode step there."""
         tokens = row.tokens if len(row.tokens) else row.request.prompt
+        draw = row.request.sampling.draw
         self.admission.lanes.append(lane)
         self.admission.tokens.append(int(tokens[-1]))
         self.admission.positions.append(row.num_tokens - 1)
         self.admission.seeds.append(row.request.seed)
         self.admission.temperatures.append(row.request.sampling.temperature)
         self.admission.settings.append(row.request.settings)
-        if row.request.sampling.draw >= Draw.MARKED:
+        if draw >= Draw.MARKED:
             self.admission.marks.append(marks_of(lane, row.request, row.tokens))
-        if row.request.sampling.draw == Draw.WORDS:
+        if draw == Draw.WORDS:
             self.admission.words.append(lines_of(lane, row.request, row.tokens))
 
     def batch(

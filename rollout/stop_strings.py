@@ -90,14 +90,14 @@ class StopStrings:
         That one may read otherwise without those before it, but no string that ends in the last
         token reaches back to it. A tail does not begin within a character.
         """
-        start, missing, unknown = len(tokens), self._longest + 1, len(self._is_part) - 1
-        while start > 0:
-            start -= 1
-            token = min(tokens[start], unknown)
-            missing -= self._has_text[token]
-            if missing <= 0 and not self._is_part[token]:
-                break
-        return tokens[start:].tolist()
+        count = self._longest + 1
+        while count < len(tokens) and not self._is_enough(tokens[-count:]):
+            count *= 2
+        return tokens[-count:].tolist()
+
+    def _is_enough(self, tail: NDArray[np.int64]) -> bool:
+        known = np.minimum(tail, len(self._is_part) - 1)
+        return not self._is_part[known[0]] and self._has_text[known].sum() > self._longest
 
 
 def _check_strings(strings: Any) -> None:
