@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedTrainer,
     )
     from rollout.request import Completion, FinishReason, Request, SamplingParams
+    from rollout.stop_strings import StopStrings
 
 __all__ = [
     "Completion",
@@ -41,6 +42,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutError",
     "SamplingParams",
+    "StopStrings",
     "Unsupported",
     "UnsupportedModel",
     "UnsupportedTrainer",
@@ -53,6 +55,7 @@ _HOMES = {
     "FinishReason": "request",
     "Request": "request",
     "SamplingParams": "request",
+    "StopStrings": "stop_strings",
 }
 
 

@@ -75,12 +75,19 @@ class Lanes:
         """The lane of padding rows."""
         return len(self.positions_L) - 1
 
-    def open_filters(self, draws: Collection[Draw], vocab_size: int) -> None:
-        """Have what these kinds of draws need."""
+    def open_filters(
+        self, draws: Collection[Draw], vocab_size: int, words: tuple[int, int]
+    ) -> bool:
+        """Have what these kinds of draws need, and tables of words of this shape, at least.
+
+        Returns:
+            Whether those tables lie elsewhere now.
+        """
         if self.filters is None and max(draws, default=Draw.PLAIN) > Draw.PLAIN:
             self.filters = Filters(len(self.positions_L), self.positions_L.device)
-        if self.filters is not None and Draw.MARKED in draws:
+        if self.filters is not None and max(draws, default=Draw.PLAIN) >= Draw.MARKED:
             self.filters.open_marks(vocab_size)
+        return self.filters is not None and Draw.WORDS in draws and self.filters.open_words(*words)
 
     def admit(self, slot: IOSlot) -> None:
         """Apply a batch's admissions and new pages, where it has any."""
@@ -204,8 +211,7 @@ class Forward:
         assert state.filters is not None
         among_RV = state.filters.limit(logits_RV, lanes_R, temperatures_R, positions_R, draw)
         sampled_R, scores_RS = sample_among(logits_RV, among_RV, *how, num_scores)
-        if draw == Draw.MARKED:
-            state.filters.drawn(lanes_R, sampled_R)
+        state.filters.drawn(lanes_R, sampled_R, draw)
         if self._kept_mass:
             mass_R = kept_mass(logits_RV, among_RV, temperatures_R)
             scores_RS = torch.cat([scores_RS, mass_R[:, None]], dim=1)

@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.config import RolloutConfig
 from rollout.pages import PageAllocator
@@ -10,6 +11,7 @@ from rollout.prefixes import page_keys
 from rollout.prompts import Prompts
 from rollout.request import Floats, Ints
 from rollout.row import Row
+from rollout.stop_strings import StopStrings
 from rollout.token_log import TokenLog, extend
 
 NO_ROW = NO_TOKEN = -1
@@ -50,6 +52,7 @@ class LaneTable:
         self.draw = np.zeros(num_lanes, np.int64)
         self.block_table = np.zeros((num_lanes, max_row_pages), np.int64)
         self._eos = np.full((num_lanes, 1), NO_TOKEN, np.int64)
+        self._stops: dict[StopStrings, NDArray[np.bool_]] = {}  # which lanes have them
         self._log = TokenLog(num_lanes, config.num_scores)
 
     def __len__(self) -> int:
@@ -57,7 +60,8 @@ class LaneTable:
 
     def running(self) -> tuple[Ints, Ints]:
         """Lanes that can decode next, and those that could if they had one page more."""
-        # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS overruns
+        # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS and
+        # stop strings overrun
         running = self.ready & (self.num_launched < self.max_new)
         has_page = self.position < self.num_pages * self._page_tokens
         return (running & has_page).nonzero()[0], (running & ~has_page).nonzero()[0]
@@ -83,6 +87,9 @@ class LaneTable:
         self._eos = extend(self._eos.T, len(sampling.eos_token_ids), NO_TOKEN).T
         self._eos[lane] = NO_TOKEN
         self._eos[lane, : len(sampling.eos_token_ids)] = sampling.eos_token_ids
+        if sampling.stop_strings is not None:
+            none = np.zeros(len(self.row), bool)
+            self._stops.setdefault(sampling.stop_strings, none)[lane] = True
         self._log.enter(lane, row)
         return lane
 
@@ -104,6 +111,7 @@ class LaneTable:
         for array in (self.position, self.num_launched, self.num_settled, self.max_new):
             array[lane] = 0
         self.expected_new[lane] = self.num_pages[lane] = 0
+        self._forget_stops(lane, row)
         return row
 
     def held(self, lane: int) -> Ints:
@@ -128,12 +136,30 @@ class LaneTable:
     def settle(
         self, lanes: Ints, tokens: Ints, scores: Floats, policy_version: int
     ) -> tuple[Ints, Ints]:
-        """Record each lane's token; lanes whose row that ends, by EOS, and by its length."""
+        """Record each lane's token; lanes whose row that ends, by what it is, and by its length."""
         settled = self.num_settled[lanes]
         self._log.record(lanes, settled, tokens, scores, policy_version)
         self.num_settled[lanes] = settled + 1
         stop = (self._eos[lanes] == tokens[:, None]).any(axis=1)
+        stop[self._ended_by_text(lanes, tokens)] = True
         return lanes[stop], lanes[~stop & (settled + 1 == self.max_new[lanes])]
+
+    def _forget_stops(self, lane: int, row: Row) -> None:
+        stop = row.request.sampling.stop_strings
+        if stop is not None:
+            self._stops[stop][lane] = False
+            if not self._stops[stop].any():
+                del self._stops[stop]
+
+    def _ended_by_text(self, lanes: Ints, tokens: Ints) -> list[int]:
+        """Places in `lanes` of those whose row the token ends, which is recorded."""
+        ended = []
+        for stop, has in self._stops.items():
+            for index in (has[lanes] & stop.may_end(tokens)).nonzero()[0].tolist():
+                lane = lanes[index]
+                if self.rows[lane].ends_with_text(self._log.tokens(lane, self.num_settled[lane])):
+                    ended.append(index)
+        return ended
 
     def enter_prefixes(self, lane: int, policy_version: int) -> None:
         """Let later rows find the pages that a row's tokens fill wholly."""

@@ -36,7 +36,7 @@ def marks_of(lane: int, request: Request, tokens: Ints) -> Ints:
         [[0, 4, 3], [0, 5, 17], [0, 7, 9]]
     """
     sampling = request.sampling
-    parts = [request.prompt, tokens, np.array(sampling.suppress_tokens, np.int64)]
+    parts = [request.prompt, tokens, np.array(sampling.barred_tokens, np.int64)]
     flags = [HELD, HELD, SUPPRESSED]
     if sampling.min_new_tokens:
         parts.append(np.array(sampling.eos_token_ids, np.int64))

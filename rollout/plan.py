@@ -7,6 +7,7 @@ import numpy as np
 from rollout.marks import marks_of
 from rollout.request import Admission, Batch, Draw, Ints, Segment
 from rollout.row import Row
+from rollout.words import lines_of
 
 _NO_PAGES = np.empty((0, 3), np.int64)
 
@@ -27,14 +28,17 @@ class Plan:
     def admit(self, lane: int, row: Row) -> None:
         """A row enters a lane: its last token is the input of its first decode step there."""
         tokens = row.tokens if len(row.tokens) else row.request.prompt
+        draw = row.request.sampling.draw
         self.admission.lanes.append(lane)
         self.admission.tokens.append(int(tokens[-1]))
         self.admission.positions.append(row.num_tokens - 1)
         self.admission.seeds.append(row.request.seed)
         self.admission.temperatures.append(row.request.sampling.temperature)
         self.admission.settings.append(row.request.settings)
-        if row.request.sampling.draw == Draw.MARKED:
+        if draw >= Draw.MARKED:
             self.admission.marks.append(marks_of(lane, row.request, row.tokens))
+        if draw == Draw.WORDS:
+            self.admission.words.append(lines_of(lane, row.request, row.tokens))
 
     def batch(
         self, rows: Ints, lanes: Ints, max_context: int, draw: Draw, policy_version: int

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import RequestError, check_count, is_real, reject_unknown
+from rollout.stop_strings import StopStrings
 
 # Logits divided by less could overflow.
 _COLDEST = 1e-6
@@ -41,7 +43,7 @@ class FinishReason(StrEnum):
     """Why a row ended, in vLLM's words."""
 
     STOP = "stop"
-    """It sampled one of its `eos_token_ids`."""
+    """It sampled one of its `eos_token_ids`, or completed one of its `stop_strings`."""
     LENGTH = "length"
     """It reached `max_new_tokens`."""
 
@@ -55,6 +57,8 @@ class Draw(IntEnum):
     """The logits of the tokens that `top_k`, `top_p` and `min_p` keep."""
     MARKED = 2
     """Those, after they were changed by what the device holds of each token of the vocabulary."""
+    WORDS = 3
+    """Those, without the tokens that would complete a word which the device holds of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,8 @@ class SamplingParams:
     """Most tokens to generate, the final EOS included."""
 
     min_new_tokens: int = 0
-    """No `eos_token_ids` is drawn before so many tokens are; vLLM's `min_tokens`."""
+    """No `eos_token_ids` is drawn before so many tokens are, and no `stop_strings` ends the row
+    with fewer, though transformers lets it; vLLM's `min_tokens`."""
 
     temperature: float = 1.0
     """Divides the logits. 0 takes the most likely token; its log-probability is then at 1."""
@@ -101,18 +106,40 @@ class SamplingParams:
     suppress_tokens: tuple[int, ...] = ()
     """These are never drawn."""
 
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are never completed: one token is never drawn, and of more the last is
+    not where prompt and completion end with the others. As in transformers, one that is an EOS
+    token alone is allowed, which `suppress_tokens` does not allow."""
+
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends the row; it is kept as the completion's last token."""
+
+    stop_strings: StopStrings | None = None
+    """Any of these ends the row, and the tokens that complete it are kept, as in transformers. Of
+    the prompt no string takes a part, as in vLLM; in transformers one may begin there."""
 
     @property
     def draw(self) -> Draw:
         """What drawing such a row's tokens takes."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         held_back = self.min_new_tokens > 0 and self.eos_token_ids
-        if penalties != (1, 0, 0) or self.suppress_tokens or held_back:
+        if self.long_words:
+            return Draw.WORDS
+        if penalties != (1, 0, 0) or self.barred_tokens or held_back:
             return Draw.MARKED
         keeps_all = (max(self.top_k, 0), self.top_p, self.min_p) == (0, 1, 0)
         return Draw.PLAIN if keeps_all else Draw.KEPT
+
+    @cached_property
+    def barred_tokens(self) -> tuple[int, ...]:
+        """Tokens that are never drawn."""
+        alone = [word[0] for word in self.bad_words_ids if len(word) == 1]
+        return (*self.suppress_tokens, *(t for t in alone if t not in self.eos_token_ids))
+
+    @cached_property
+    def long_words(self) -> tuple[tuple[int, ...], ...]:
+        """Those of `bad_words_ids` that have more than one token."""
+        return tuple(word for word in self.bad_words_ids if len(word) > 1)
 
     def __new__(cls, **knobs: Any) -> Self:
         """Refuse unknown names with an error that knows the right ones."""
@@ -136,6 +163,12 @@ class SamplingParams:
             _check_between(name, getattr(self, name), least, most)
         for name in ("eos_token_ids", "suppress_tokens"):
             _check_tokens(name, getattr(self, name))
+        _check_words(self.bad_words_ids)
+        if not isinstance(self.stop_strings, StopStrings | None):
+            raise RequestError(
+                f"stop_strings={self.stop_strings!r}: it must be a StopStrings, which knows the "
+                "tokenizer"
+            )
 
 
 def _check_between(name: str, value: Any, least: float, most: float) -> None:
@@ -148,6 +181,13 @@ def _check_tokens(name: str, tokens: Any) -> None:
         raise RequestError(f"{name}={tokens!r}: it must be a tuple of ids")
     for token in tokens:
         check_count(RequestError, f"a token of {name}", token, least=0)
+
+
+def _check_words(words: Any) -> None:
+    if not isinstance(words, tuple) or () in words:
+        raise RequestError(f"bad_words_ids={words!r}: it must be a tuple of tuples of ids")
+    for word in words:
+        _check_tokens("a word of bad_words_ids", word)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +251,7 @@ class Admission:
         temperatures: Divides the row's logits.
         settings: What else its draws go by, in the order of `SETTINGS`.
         marks: `(marks, 3)` of each row: lane, token id, and mark; see `rollout.marks`.
+        words: `(entries, 4)` of each row: lane, line, place, token id; see `rollout.words`.
     """
 
     lanes: list[int] = field(default_factory=list)
@@ -220,6 +261,7 @@ class Admission:
     temperatures: list[float] = field(default_factory=list)
     settings: list[tuple[float, ...]] = field(default_factory=list)
     marks: list[Ints] = field(default_factory=list)
+    words: list[Ints] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)

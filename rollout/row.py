@@ -54,6 +54,11 @@ class Row:
         """Its prompt, and what it has generated."""
         return np.concatenate([self.request.prompt, self.tokens])
 
+    def ends_with_text(self, tokens: Ints) -> bool:
+        """Whether the last of the tokens that it has generated completes a stop string."""
+        stop, least = self.request.sampling.stop_strings, self.request.sampling.min_new_tokens
+        return stop is not None and len(tokens) >= least and stop.ends(tokens)
+
     def settle(self, token: int, scores: Floats, policy_version: int) -> FinishReason | None:
         """Record the token that was in flight when the row lost its lane; why that ends it."""
         if not self.versions or self.versions[-1][0] != policy_version:
@@ -61,7 +66,7 @@ class Row:
         self.tokens = np.append(self.tokens, token)
         self.scores = np.concatenate([self.scores.reshape(-1, len(scores)), scores[None]])
         sampling = self.request.sampling
-        if token in sampling.eos_token_ids:
+        if token in sampling.eos_token_ids or self.ends_with_text(self.tokens):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) == sampling.max_new_tokens else None
 

@@ -20,6 +20,7 @@ from rollout.plan import Plan
 from rollout.preemption import Preemption
 from rollout.request import Batch, Completion, Draw, FinishReason, Floats, Ints, Request
 from rollout.row import NO_AGE, Row
+from rollout.words import table_shape
 
 
 class Scheduler:
@@ -87,12 +88,16 @@ class Scheduler:
         most = self._config.max_rows
         return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
 
-    def largest_batch(self) -> tuple[int, int, set[Draw]]:
-        """Most rows that can decode together, their longest context and their kinds of draw."""
+    def largest_batch(self) -> tuple[int, int, set[Draw], tuple[int, int]]:
+        """Most rows that can decode together, and what the most demanding of them can take.
+
+        That is their longest context, their kinds of draw, and the shape of a table of words.
+        """
         rows = [*self._lanes.rows.values(), *self._line]
         longest = max((row.request.max_tokens for row in rows), default=0)
-        draws = {row.request.sampling.draw for row in rows}
-        return min(len(rows), self._config.max_rows), longest, draws
+        sampling = [row.request.sampling for row in rows]
+        draws, words = {how.draw for how in sampling}, table_shape(sampling)
+        return min(len(rows), self._config.max_rows), longest, draws, words
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Queue requests that are submitted together. Returns their row ids, which go on counting.
@@ -108,7 +113,7 @@ class Scheduler:
         """The next batch, from what is known now; `None` when there is nothing to launch.
 
         A row whose token in flight is its last is left out; one whose token in flight may turn
-        out to be an EOS is not, and is then an overrun.
+        out to be an EOS, or to complete a stop string, is not, and is then an overrun.
         """
         plan, lanes = Plan(), self._lanes
         self._open_version(policy_version)
@@ -148,8 +153,8 @@ class Scheduler:
             done = self._settle_parked(batch, ~alive, tokens, scores)
             lanes, tokens, scores = lanes[alive], tokens[alive], scores[alive]
         _check_finite(scores)
-        by_eos, by_length = self._lanes.settle(lanes, tokens, scores, version)
-        done += [self._finish(lane, FinishReason.STOP) for lane in by_eos.tolist()]
+        stopped, by_length = self._lanes.settle(lanes, tokens, scores, version)
+        done += [self._finish(lane, FinishReason.STOP) for lane in stopped.tolist()]
         done += [self._finish(lane, FinishReason.LENGTH) for lane in by_length.tolist()]
         return done
 

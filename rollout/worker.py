@@ -105,17 +105,21 @@ class Worker:
             self.twin.refresh()
         self._check_unmoved()
 
-    def prepare(self, num_rows: int, longest: int, draws: Collection[Draw]) -> None:
+    def prepare(
+        self, num_rows: int, longest: int, draws: Collection[Draw], words: tuple[int, int]
+    ) -> None:
         """Have a graph for whatever rows can need, over memory as it lies now.
 
         Args:
             num_rows: Most rows that decode together.
             longest: Longest context, in tokens.
             draws: What the rows' draws take.
+            words: Lines and length of the largest table of words.
         """
         self._compile()
         with self.streams.module.stream(self.streams.compute):
-            self.lanes.open_filters(draws, self.twin.vocab_size)
+            if self.lanes.open_filters(draws, self.twin.vocab_size, words):
+                self.graphs.forget(Draw.WORDS)
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
         self.graphs.prepare(num_rows, longest, draws, addresses)
 

@@ -15,6 +15,7 @@ from rollout.config import RolloutConfig
 from rollout.pages import TRASH_PAGE, pages_for
 from rollout.request import Batch, Completion, FinishReason, Request, SamplingParams
 from rollout.scheduler import Scheduler
+from rollout.stop_strings import StopStrings
 from rollout.telemetry import RolloutStats
 
 VOCAB = 12
@@ -27,6 +28,13 @@ depths = st.sampled_from([1, 2])
 
 
 # --- the model, and what it makes of a row
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join("abcdefghijkl"[token] for token in tokens)
+
+
+STOPS = [None, None, StopStrings(["a", "cd", "ceb"], text_of, VOCAB)]
 
 
 def next_token(seed: int, position: int, token: int) -> int:
@@ -46,7 +54,9 @@ def expected(request: Request) -> tuple[list[int], list[float], FinishReason]:
         token = next_token(seed, position, token)
         tokens.append(token)
         logprobs.append(logprob(seed, position, sampling.temperature))
-        if token in sampling.eos_token_ids:
+        stop = sampling.stop_strings
+        by_text = stop is not None and any(string in text_of(tokens) for string in stop.strings)
+        if token in sampling.eos_token_ids or by_text:
             return tokens, logprobs, FinishReason.STOP
     return tokens, logprobs, FinishReason.LENGTH
 
@@ -219,16 +229,17 @@ def workloads(draw, *, resets=False, max_spare_pages=12) -> Workload:
         st.integers(1, 14),  # prompt
         st.integers(1, 14),  # max_new_tokens
         st.sampled_from(EOS_SETS),
+        st.sampled_from(STOPS),
         st.sampled_from([0.0, 0.5, 1.0]),  # temperature
         st.sampled_from([0, 0, 0, 0, 1, 3, 9]),  # steps after the row before
         st.sampled_from([None, None, 20, 20, 21]),  # group
         st.sampled_from([None, None, 0, 3, 5]),  # the row whose next turn it is
     )
     requests, arrivals = [], []
-    for seed, (num_prompt, max_new, eos, temperature, gap, group, turn_of) in enumerate(
+    for seed, (num_prompt, max_new, eos, stop, temperature, gap, group, turn_of) in enumerate(
         draw(st.lists(rows, min_size=1, max_size=14))
     ):
-        sampling = {"eos_token_ids": eos, "temperature": temperature}
+        sampling = {"eos_token_ids": eos, "stop_strings": stop, "temperature": temperature}
         num_prompt = num_prompt if group is None else 5 + 4 * (group - 20)
         requests.append(make_request(seed, num_prompt, max_new, group, **sampling))
         if turn_of is not None and turn_of < seed:
@@ -352,8 +363,9 @@ class Rollout:
     def book_admission(self, batch: Batch) -> None:
         admission = batch.admission
         assert not admission.marks
-        columns = {name: rows for name, rows in vars(admission).items() if name != "marks"}
-        for values in zip(*columns.values(), strict=True):
+        assert not admission.words
+        columns = [rows for name, rows in vars(admission).items() if name not in ("marks", "words")]
+        for values in zip(*columns, strict=True):
             lane, token, position, seed, temperature, settings = values
             row = self.row_of[seed]
             self.queue.remove(row)

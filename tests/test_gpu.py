@@ -4,7 +4,7 @@ import gc
 import logging
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import run_length
@@ -175,6 +175,7 @@ ASKED = [
     {"repetition_penalty": 1.4, "top_k": 9},
     {"frequency_penalty": 0.5, "presence_penalty": 0.3, "suppress_tokens": (11, 12, 13)},
     {"min_new_tokens": 12, "eos_token_ids": (tiny.EOS, 20, 21, 22, 23)},
+    {"bad_words_ids": tuple((a, b) for a in range(8, 20) for b in range(8, 50)), "top_p": 0.9},
     {},
 ]
 
@@ -203,6 +204,7 @@ def test_filtered_rows_run_in_graphs_and_are_scored_as_by_the_trainer(dtype):
         gap = gaps(model, prompts[index : index + 1], [found], how.temperature)
         assert gap.max() < (1e-4 if dtype == torch.float32 else 0.05)
         assert not set(found.token_ids) & set(how.suppress_tokens)
+        assert not set(pairwise(found.token_ids)) & set(how.bad_words_ids)
         assert len(found.token_ids) >= how.min_new_tokens
         assert (min(found.kept_mass) == 1) or how.draw != Draw.PLAIN
 
@@ -233,7 +235,12 @@ def test_rows_without_filters_run_the_same_graphs_after_some_that_had_them():
 @pytest.mark.parametrize("draw", Draw, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_graph_and_eager_agree_at_every_padded_size(dtype, draw):
-    asked = {Draw.PLAIN: {}, Draw.KEPT: {"top_p": 0.8}, Draw.MARKED: {"suppress_tokens": (9,)}}
+    asked = {
+        Draw.PLAIN: {},
+        Draw.KEPT: {"top_p": 0.8},
+        Draw.MARKED: {"suppress_tokens": (9,)},
+        Draw.WORDS: {"bad_words_ids": ((9,), (10, 11))},
+    }
     sampling = SamplingParams(max_new_tokens=3, **asked[draw])
     with RolloutEngine(on_gpu(dtype=dtype), replace(CONFIG, kept_mass=True)) as engine:
         graphs = engine.worker.graphs

@@ -80,7 +80,10 @@ def test_a_bad_value_is_named_with_its_knob(knobs, message):
         ("temprature", r"did you mean 'temperature'\?"),
         ("eos_token_id", r"did you mean 'eos_token_ids'\?"),
         ("repetition_penality", r"did you mean 'repetition_penalty'\?"),
-        ("qqq", "it has eos_token_ids, frequency_penalty, max_new_tokens, min_new_tokens, .*"),
+        (
+            "qqq",
+            "it has bad_words_ids, eos_token_ids, frequency_penalty, max_new_tokens, .*",
+        ),
     ],
 )
 def test_an_unknown_name_gets_the_right_one(name, hint):

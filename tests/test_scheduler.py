@@ -18,6 +18,7 @@ from simulation import (
     make_request,
     many,
     outcome,
+    text_of,
     workloads,
 )
 
@@ -25,6 +26,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.request import Batch, Request
 from rollout.scheduler import Scheduler
+from rollout.stop_strings import StopStrings
 
 # --- rows
 
@@ -87,7 +89,7 @@ def test_rule_3_an_overrun_does_not_touch_the_lanes_next_row():
 
 @many
 @given(workloads(resets=True), depths)
-def test_rule_4_only_an_eos_overruns_and_by_one_token(work, depth):
+def test_rule_4_only_a_stop_overruns_and_by_one_token(work, depth):
     rollout = Rollout(work, depth).run()
     for row, num_launched in rollout.num_launched.items():
         assert num_launched <= rollout.requests[row].sampling.max_new_tokens
@@ -95,7 +97,7 @@ def test_rule_4_only_an_eos_overruns_and_by_one_token(work, depth):
     for row, completion in rollout.completions.items():
         num_tokens = len(completion.token_ids)
         at_limit = num_tokens == rollout.requests[row].sampling.max_new_tokens
-        # A step that leaves prompts to prefill decodes nothing, so that an EOS overruns none.
+        # A step that leaves prompts to prefill decodes nothing, so that a stop overruns none.
         overruns = row in rollout.settled_under_decode and not at_limit
         assert rollout.num_launched[row] == num_tokens + overruns
         num_overruns += overruns
@@ -256,13 +258,20 @@ def test_the_device_sees_a_page_with_two_rows():
 
 # --- speed
 
+# Token 2 can be its last, and so is drawn by 25 of 256 rows.
+NEVER = StopStrings(["a" * 20 + "c"], text_of, VOCAB)
 
-@pytest.mark.parametrize("max_new", [(16_384, 16_384), (1, 100)], ids=["long", "refills"])
-def test_256_rows_cost_little_a_step(max_new):
+
+@pytest.mark.parametrize(
+    ("max_new", "stop"),
+    [((16_384, 16_384), None), ((1, 100), None), ((16_384, 16_384), NEVER)],
+    ids=["long", "refills", "stop strings"],
+)
+def test_256_rows_cost_little_a_step(max_new, stop):
     num_steps, random = 200, np.random.default_rng(0)
     scheduler = Scheduler(RolloutConfig(max_rows=256, page_tokens=16), 1100)
     for seed, limit in enumerate(random.integers(*max_new, 2000, endpoint=True).tolist()):
-        scheduler.add([make_request(seed, 20, limit, eos_token_ids=(0, 1))])
+        scheduler.add([make_request(seed, 20, limit, eos_token_ids=(0, 1), stop_strings=stop)])
     scheduler.pages.grow(scheduler.pages_wanted())
     tokens, logprobs = random.integers(2, VOCAB, 256), np.zeros((256, 1), np.float32)
     first = scheduler.schedule(1)

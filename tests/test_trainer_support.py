@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import trl_trainer
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout import UnsupportedTrainer
@@ -26,11 +28,27 @@ from trainers.support import check_trainer, check_trl
         ({"top_p": 1.5}, r"top_p=1\.5: it must be from 1e-06 to 1\.0"),
         ({"min_p": -0.1}, r"min_p=-0\.1: it must be from"),
         ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: it must be at most"),
-        ({"generation_kwargs": {"stop": ["a"]}}, r"stop=\['a'\] in generation_kwargs is not"),
-        ({"generation_kwargs": {"bad_words_ids": [[3]]}}, "single tokens can be named in `suppr"),
+        ({"generation_kwargs": {"stop": [""]}}, "a string of stop_strings='': it must be text"),
+        ({"generation_kwargs": {"stop_strings": 5}}, "stop_strings=5: it must be some strings"),
+        ({"generation_kwargs": {"bad_words_ids": [3]}}, r"bad_words_ids=3: it must be a tuple"),
+        ({"generation_kwargs": {"bad_words": ["a"]}}, "give their token ids as `bad_words_ids`"),
+        (
+            {"generation_kwargs": {"stop": ["a"], "stop_strings": ["b"]}},
+            "stop and stop_strings in generation_kwargs are one setting; drop either",
+        ),
+        (
+            {"generation_kwargs": {"min_new_tokens": 2, "min_tokens": 3}},
+            "min_new_tokens and min_tokens in generation_kwargs are one setting",
+        ),
+        (
+            {"generation_kwargs": {"include_stop_str_in_output": False}},
+            "what completes a stop string stays in the completion",
+        ),
+        ({"generation_kwargs": {"seed": 3}}, "set the trainer's own `seed`"),
+        ({"generation_kwargs": {"n": 2}}, "set `num_generations`"),
         ({"generation_kwargs": {"temperature": 0.3}}, "set the trainer's own `temperature`"),
         ({"generation_kwargs": {"do_sample": False}}, "do_sample=False in generation_kwargs is"),
-        ({"generation_kwargs": {"typical_p": 0.3}}, "typical_p=0.3 in .* not supported; drop it"),
+        ({"generation_kwargs": {"typical_p": 0.3}}, "typical_p=0.3 in .* not supported; draw by"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
         ({"loss_type": "vespo"}, "VESPO"),
         ({"use_transformers_continuous_batching": True}, "has another generator"),
@@ -43,6 +61,48 @@ def test_settings_are_refused_by_name_and_the_trainer_is_left_alone(tmp_path, ch
         trl_trainer.attach(trainer)
     assert not trainer.use_vllm
     assert not hasattr(trainer, "vllm_generation")
+
+
+# The fields of vLLM's SamplingParams, and what it had in earlier versions.
+VLLM_NAMES = """
+n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
+stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs
+prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs detokenize
+skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind
+stream_interval skip_clone structured_outputs guided_decoding logits_processors logit_bias
+allowed_token_ids extra_args bad_words skip_reading_prefix_cache thinking_token_budget
+repetition_detection routed_experts_prompt_start trace_decode_token_ids truncate_prompt_tokens
+"""
+SERVED = {
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.5,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "min_tokens": 3,
+    "min_new_tokens": 3,
+    "suppress_tokens": [9, 11],
+    "bad_words_ids": [[9, 11], [12]],
+    "stop": ["ab", "c"],
+    "stop_strings": "ab",
+}
+
+
+def test_every_name_of_vllm_and_transformers_has_an_effect_or_is_refused(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    plain = sampling_of(trainer)
+    names = {*VLLM_NAMES.split(), *GenerationConfig().to_dict(), "a_name_of_next_year"}
+    assert SERVED.keys() <= names
+    for name in sorted(names):
+        trainer.args.generation_kwargs = {name: SERVED.get(name, 0.123)}
+        if name in SERVED:
+            assert sampling_of(trainer) != plain, name
+        else:
+            (reason,) = refused_settings(trainer)
+            refused = f"{name}=0.123 in generation_kwargs is not supported; "
+            assert reason.startswith(refused), reason
+            assert len(reason) >= len(refused) + len("drop it")
 
 
 def sampling_of(trainer, room=100):
@@ -96,6 +156,43 @@ def test_the_models_generation_config_never_wins_and_settings_are_logged_once(tm
     assert sampling.min_p == 0
     (message,) = caplog.messages
     assert "temperature=0.9, top_k=11, top_p=1.0, min_p=0.0" in message
+
+
+def test_bad_words_and_stop_strings_are_those_of_the_tokenizer(tmp_path):
+    extra = {"bad_words_ids": [[9, 11], [12]], "stop": ["ab", "c"], "suppress_tokens": []}
+    trainer = trl_trainer.build(tmp_path, generation_kwargs=extra)
+    sampling = sampling_of(trainer)
+    assert sampling.bad_words_ids == ((9, 11), (12,))
+    assert sampling.stop_strings.strings == ("ab", "c")
+    assert sampling_of(trainer, room=3).stop_strings is sampling.stop_strings
+    trainer.args.generation_kwargs = {"stop_strings": "ab", "include_stop_str_in_output": True}
+    assert sampling_of(trainer).stop_strings.strings == ("ab",)
+    for nothing in ([], (), None):
+        trainer.args.generation_kwargs = {"stop": nothing}
+        assert sampling_of(trainer).stop_strings is None
+
+
+def test_a_trainer_learns_from_rollouts_that_its_own_text_ends(tmp_path):
+    tokenizer, letters = tiny.tokenizer(), list("ABCDEFGHIJKLMNOP")
+    bad = [[9, token] for token in range(tiny.VOCAB) if token % 2] + [[8]]
+    extra = {"stop": letters, "bad_words_ids": bad}
+    trainer = trl_trainer.build(tmp_path, generation_kwargs=extra)
+    seen, generate = [], trl_trainer.attach(trainer).generate
+    trainer.vllm_generation.generate = lambda *a, **k: seen.append(generate(*a, **k)) or seen[-1]
+    trainer.train()
+    prompts, rows = [row for r in seen for row in r[0]], [row for r in seen for row in r[1]]
+    ended = 0
+    for prompt, ids in zip(prompts, rows, strict=True):
+        texts = [tokenizer.decode([token]) for token in ids]
+        assert not set(texts[:-1]) & set(letters)
+        assert texts[-1] in letters or ids[-1] == tiny.EOS or len(ids) == 9
+        assert not set(pairwise([prompt[-1], *ids])) & set(map(tuple, bad))
+        assert 8 not in ids
+        ended += texts[-1] in letters
+    assert len(rows) == 24
+    assert ended > 8
+    gaps = trl_trainer.logged(trainer, "sampling/sampling_logp_difference/max")
+    assert max(gaps) < 1e-5
 
 
 def test_a_trainer_learns_from_filtered_rollouts(tmp_path):
