@@ -106,8 +106,8 @@ class RolloutEngine(EngineLife):
         self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> Generator[Completion]:
         self._check_idle()  # a generator begins when it is first asked
-        self._enqueue(requests, limits, same_weights)
         try:
+            self._enqueue(requests, limits, same_weights)
             while self.busy:
                 yield from self.step()
         except BaseException:

@@ -201,7 +201,7 @@ class Twin:
         """Copy the trainer's tree anew."""
         live = base_of(self._live)
         self.num_builds += 1
-        self._fingerprint = _fingerprint(live)
+        self._fingerprint: tuple[Any, ...] = ()  # an interrupt leaves a tree to be copied anew
         self._shadow: dict[str, nn.Parameter] = {}
         self._shadow_end = 0
         memo: dict[int, Any] = {id(p): _alias(p) for p in live.parameters()}
@@ -224,6 +224,7 @@ class Twin:
             use_float32_head(self._base)
         if self.compiled:
             compile_layers(self._base, exact=self._exact)
+        self._fingerprint = _fingerprint(live)
 
     @torch.no_grad()
     def _bind(self) -> None:
@@ -270,13 +271,15 @@ class Twin:
                 begins[storage._cdata] = self._shadow_end
                 self._shadow_end += -(-storage.nbytes() // _ALIGN) * _ALIGN
         self._arena.grow(self._shadow_end)
+        shadow = {}
         for name, module in linears.items():
             cast = module.weight
             offset = cast.storage_offset() * cast.itemsize
             begin = begins[cast.untyped_storage()._cdata] + offset
             place = self._arena.data[begin : begin + cast.nbytes]
             view = place.view(cast.dtype).view(cast.shape)
-            self._shadow[name] = nn.Parameter(view, requires_grad=False)
+            shadow[name] = nn.Parameter(view, requires_grad=False)
+        self._shadow = shadow  # all or none, should an interrupt come
 
     def _to_shadow(self) -> Iterator[tuple[str, nn.Linear]]:
         if self._autocast_dtype is None:

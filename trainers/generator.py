@@ -60,7 +60,7 @@ class RolloutGenerator:
         self._settings: Any = None
         self._seam: Any = None
         self._num_turns: int | None = None
-        self._seen_step = -1
+        self._seen: tuple[Any, int] = (None, -1)
         self._calls = {"train": 0, "eval": 0}
         self._before: dict[str, Any] = {}
         self._warned = False
@@ -157,7 +157,9 @@ class RolloutGenerator:
             logarithms at the trainer's temperature over the full vocabulary.
 
         Raises:
-            RolloutError: Any rank failed; raised on all of them, and no rank has a result.
+            RolloutError: Any rank failed; raised on all of them, and no rank has a result. An
+                interrupt is raised at once, on its rank alone: it must not wait for others, which
+                may be anywhere.
         """
         completions, failure = [], None
         try:
@@ -262,8 +264,9 @@ class RolloutGenerator:
         """Seeds that differ by call, rank and row, and that a resumed run draws again."""
         trainer = self._trainer
         step, mode = trainer.state.global_step, "train" if trainer.model.training else "eval"
-        if step != self._seen_step:
-            self._seen_step, self._calls = step, {"train": 0, "eval": 0}
+        # Each training has a state of its own: one that was interrupted may begin at this step again.
+        if self._seen[0] is not trainer.state or self._seen[1] != step:
+            self._seen, self._calls = (trainer.state, step), {"train": 0, "eval": 0}
         call = self._calls[mode]
         self._calls[mode] += 1
         rank = trainer.accelerator.process_index
