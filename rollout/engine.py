@@ -197,6 +197,7 @@ class RolloutEngine(EngineLife):
         if not self.busy:
             self.streams.hand_back()
             self.stats.device = self._meter.end()
+            self.stats.cast(*self.worker.twin.casts.take())
         return completions
 
     @no_inference_mode

@@ -19,6 +19,7 @@ from rollout.head import Float32Head, use_float32_head
 from rollout.kv_cache import KVLayout
 from rollout.memory import Arena, PlainArena
 from rollout.narrow import Narrow, NarrowLinear, make_narrow, make_plain
+from rollout.stopwatch import Stopwatch
 from rollout.support import base_of, check_placed
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Twin:
         compiled: Whether decoder layers are.
         num_builds: How often the tree was copied: once, and after each change of adapters.
         num_fused: Groups of layers that one product computes; see `fused`.
+        casts: Bytes and time of weights that were cast.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Twin:
         self.compiled = compiled
         self._exact = exact
         self._float32_head = float32_head
-        self._arena = arena or PlainArena(next(model.parameters()).device)
+        device = next(model.parameters()).device
+        self._arena = arena or PlainArena(device)
+        self.casts = Stopwatch(device)
         self._narrow: Narrow = {}
         self._announced = False
         self.num_builds = 0
@@ -253,10 +257,12 @@ class Twin:
         if not self._shadow:
             self._place({name: module for name, module, _ in linears})
         self._arena.grow(self._shadow_end)
-        for name, module, weight in linears:
-            module.weight = self._shadow[name]
-            self._shadow[name].copy_(weight)
-        self._announce()
+        if linears:
+            with self.casts.running(self.shadow_bytes):
+                for name, module, weight in linears:
+                    module.weight = self._shadow[name]
+                    self._shadow[name].copy_(weight)
+            self._announce()
 
     def _place(self, linears: dict[str, nn.Linear]) -> None:
         """Give the cast weight of each layer its place in the arena; groups lie together."""
@@ -296,7 +302,7 @@ class Twin:
                     yield name, module
 
     def _announce(self) -> None:
-        if self._shadow and not self._announced:
+        if not self._announced:
             self._announced = True
             dtype = str(self._autocast_dtype).removeprefix("torch.")
             logger.warning(
