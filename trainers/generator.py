@@ -22,7 +22,7 @@ from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
 from trainers.metrics import gap_metrics, log_metrics, log_rollout, log_sleep
-from trainers.sampling import row_sampling
+from trainers.sampling import announce, row_sampling
 from trainers.seams import find_seam, settings_of
 from trainers.support import check_trainer
 
@@ -60,6 +60,7 @@ class RolloutGenerator:
         self._settings: Any = None
         self._seam: Any = None
         self._num_turns: int | None = None
+        self._announced: SamplingParams | None = None
         self._seen: tuple[Any, int] = (None, -1)
         self._calls = {"train": 0, "eval": 0}
         self._before: dict[str, Any] = {}
@@ -228,6 +229,7 @@ class RolloutGenerator:
         setattr(self._trainer, name, value)
 
     def _rollout(self, prompts: list[list[int]]) -> list[Completion]:
+        self._announced = announce(self._settings, self._announced)
         sampling, seeds = [self._sampling(p) for p in prompts], self._row_seeds(len(prompts))
         # Weights change in ways that no callback tells of: averaged ones swapped in for an
         # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
@@ -264,7 +266,7 @@ class RolloutGenerator:
         """Seeds that differ by call, rank and row, and that a resumed run draws again."""
         trainer = self._trainer
         step, mode = trainer.state.global_step, "train" if trainer.model.training else "eval"
-        # Each training has a state of its own: one that was interrupted may begin at this step again.
+        # A state is a training's own: after an interrupt the next may begin at the same step.
         if self._seen[0] is not trainer.state or self._seen[1] != step:
             self._seen, self._calls = (trainer.state, step), {"train": 0, "eval": 0}
         call = self._calls[mode]

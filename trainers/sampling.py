@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from rollout.errors import RequestError
@@ -36,14 +35,13 @@ _INSTEAD = {
 
 
 def row_sampling(trainer: Any, room: int) -> SamplingParams:
-    """The trainer's settings, logged once, with lengths clipped to what the row can hold.
+    """The trainer's settings, with lengths clipped to what the row can hold.
 
     Args:
         trainer: A TRL trainer that was not refused.
         room: Tokens that a completion can have.
     """
     sampling = _sampling(trainer)
-    _announce(sampling)
     most = min(sampling.max_new_tokens, room)
     return replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
 
@@ -86,7 +84,17 @@ def _sampling(trainer: Any) -> SamplingParams:
     )
 
 
-@cache
-def _announce(sampling: SamplingParams) -> None:
-    """Say once what completions are drawn by."""
-    logger.info("completions are drawn by %s", sampling)
+def announce(trainer: Any, before: SamplingParams | None) -> SamplingParams:
+    """Say what a trainer's completions are drawn by, unless that is what was said before.
+
+    Args:
+        trainer: A TRL trainer that was not refused.
+        before: What this has returned for the same trainer, if it was called.
+
+    Returns:
+        What they are drawn by.
+    """
+    sampling = _sampling(trainer)
+    if sampling != before:
+        logger.info("completions are drawn by %s", sampling)
+    return sampling
