@@ -117,7 +117,6 @@ def test_the_engine_is_idle_and_the_weights_are_what_they_were(tmp_path, kind, c
     assert max(gaps) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "again"), [("before", "new trainer"), ("after", "same trainer")], ids=str
 )
