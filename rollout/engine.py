@@ -107,8 +107,8 @@ class RolloutEngine(EngineLife):
         self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> Generator[Completion]:
         self._check_idle()  # a generator begins when it is first asked
-        self._enqueue(requests, limits, same_weights)
         try:
+            self._enqueue(requests, limits, same_weights)
             while self.busy:
                 yield from self.step()
         except BaseException:
@@ -198,6 +198,7 @@ class RolloutEngine(EngineLife):
         if not self.busy:
             self.streams.hand_back()
             self.stats.device = self._meter.end()
+            self.stats.cast(*self.worker.twin.casts.take())
         return completions
 
     @no_inference_mode

@@ -90,11 +90,12 @@ class GraphCache:
             self._graphs.clear()
             self._refused.clear()
             self.pool_bytes = 0
-            self._signature = signature
             self._open_pool()
+        self._signature = None  # an interrupt spoils the pool, and all is captured anew
         for key in sorted(self._keys(num_rows, max_context, draws), reverse=True):
             if key not in self._graphs and key not in self._refused:
                 self._capture(key)
+        self._signature = signature
 
     def forget(self, draw: Draw) -> None:
         """Drop the graphs of one kind of draw: what they read has moved."""

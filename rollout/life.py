@@ -217,6 +217,8 @@ class EngineLife:
     def _open_version(self, same_weights: bool) -> None:
         """Run behind whatever the trainer has queued, on a new policy version if it may be one."""
         self.streams.take_over()
+        if not self.busy:
+            self.worker.twin.casts.forget()  # of another rollout, or before the first
         try:
             if not same_weights or self.worker.twin.missing_bytes:
                 self.worker.refresh()

@@ -63,17 +63,14 @@ class Shadow:
         """Bytes that were given back, and that `fill` takes again."""
         return max(0, self._end - self.arena.num_bytes)
 
-    def fill(self, held: Sequence[Held], base: nn.Module) -> None:
+    def fill(self, held: Sequence[Held]) -> None:
         """Give the twin's modules their parameters, with what the trainer's hold now.
 
         Where a source is sharded this is a collective of all ranks that share it.
 
         Args:
-            held: The same ones each time until `clear`.
-            base: The twin's tree, for which layers lie together.
+            held: What has its place.
         """
-        if not self._weights:
-            self._place(held, base)
         self.arena.grow(self._end)
         filled = set()
         for name, module, key, source, dtype in held:
@@ -83,8 +80,15 @@ class Shadow:
                 weight.copy_(_whole(source, dtype))
                 filled.add(weight)
 
-    def _place(self, held: Sequence[Held], base: nn.Module) -> None:
-        """Give each parameter its place; those of a group lie together, tied ones are one."""
+    def place(self, held: Sequence[Held], base: nn.Module) -> None:
+        """Give each parameter its place, once; those of a group lie together, tied ones are one.
+
+        Args:
+            held: The same ones each time until `clear`.
+            base: The twin's tree, for which layers lie together.
+        """
+        if self._weights:
+            return
         tied: dict[tuple[int, torch.dtype], nn.Parameter] = {}
         for _, module, key, source, dtype in held:
             there = torch.empty(source.shape, dtype=dtype, device="meta")
@@ -97,6 +101,7 @@ class Shadow:
         begins = self._begins(blanks.values())
         self.arena.grow(self._end)
         made = {blank: self._view(blank, begins) for blank in set(blanks.values())}
+        # All or none, should an interrupt come.
         self._weights = {place: made[blank] for place, blank in blanks.items()}
 
     def _begins(self, blanks: Iterable[Tensor]) -> dict[int, int]:

@@ -80,6 +80,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "it is an encoder-decoder; use a decoder-only model"
     if config.get_text_config() is not config:
         yield "it takes images or audio; load its text model alone (AutoModelForCausalLM)"
+    yield from _quantisation_reasons(model)
     yield from _attention_reasons(config)
     yield from _rope_reasons(config)
     if any(peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()):
@@ -88,6 +89,21 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "its attention does not go through transformers' AttentionInterface"
     if "logits_to_keep" not in inspect.signature(type(base).forward).parameters:
         yield "its forward has no `logits_to_keep`, so it would compute logits for every token"
+
+
+def _quantisation_reasons(model: nn.Module) -> Iterator[str]:
+    """By the names of bitsandbytes' classes, as it need not be installed."""
+    names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if "Linear8bitLt" in names:
+        yield (
+            "its 8-bit layers (bitsandbytes' Linear8bitLt) look for outliers over all rows of a "
+            "batch, so a row's numbers would depend on the others; load it in bfloat16"
+        )
+    if "Linear4bit" in names:
+        yield (
+            "its 4-bit layers (bitsandbytes' Linear4bit) may pack weights anew when they run, "
+            "which would change the trainer's as well; load it in bfloat16"
+        )
 
 
 def _attention_reasons(config: Any) -> Iterator[str]:

@@ -26,6 +26,8 @@ class RolloutStats:
         released_bytes: Bytes that torch gave back from its cache for them and for cast weights.
         wake_s: Seconds of making room for both and mapping them.
         sleep_s: Seconds of giving both back, where that has followed.
+        cast_bytes: Bytes of weights that were cast for it, as they are held then.
+        cast_s: Seconds that its device took for that.
         warmup_s: Seconds of compiling and capturing before its first step.
         duration_s: Seconds since it began.
         device: Shares of that time, by name, in which parts of the GPU were busy; see
@@ -49,6 +51,8 @@ class RolloutStats:
     released_bytes: int = 0
     wake_s: float = 0.0
     sleep_s: float = 0.0
+    cast_bytes: int = 0
+    cast_s: float = 0.0
     warmup_s: float = 0.0
     duration_s: float = 0.0
     device: dict[str, float] = field(default_factory=dict)
@@ -86,6 +90,11 @@ class RolloutStats:
         self.mapped_bytes = max(self.mapped_bytes, num_bytes)
         self.released_bytes += num_released
         self.wake_s += seconds
+
+    def cast(self, num_bytes: int, seconds: float) -> None:
+        """Record that `num_bytes` of weights were cast, which took `seconds` of the device."""
+        self.cast_bytes += num_bytes
+        self.cast_s += seconds
 
     def settled(self, num_tokens: int) -> None:
         """Record that the rows of one engine step ended with `num_tokens` tokens in all."""

@@ -20,6 +20,7 @@ from rollout.kv_cache import KVLayout
 from rollout.memory import Arena, PlainArena
 from rollout.narrow import Narrow, make_narrow
 from rollout.shadow import Held, Shadow, is_sharded, local_bytes, reshard
+from rollout.stopwatch import Stopwatch
 from rollout.support import base_of, check_placed
 from rollout.tree import alias, copied, fingerprint
 
@@ -44,6 +45,7 @@ class Twin:
         compiled: Whether decoder layers are.
         num_builds: How often the tree was copied: once, and after each change of adapters.
         num_fused: Groups of layers that one product computes; see `fused`.
+        casts: Bytes and time of weights that were cast or gathered.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Twin:
         self._exact = exact
         self._float32_head = float32_head
         self._param_dtype = param_dtype
-        self._shadow = Shadow(arena or PlainArena(next(model.parameters()).device))
+        device = next(model.parameters()).device
+        self._shadow = Shadow(arena or PlainArena(device))
+        self.casts = Stopwatch(device)
         self._narrow: Narrow = {}
         self._announced: bool | None = None
         self.num_builds = 0
@@ -207,7 +211,7 @@ class Twin:
         """Copy the trainer's tree anew."""
         live = base_of(self._live)
         self.num_builds += 1
-        self._fingerprint = fingerprint(live)
+        self._fingerprint: tuple[Any, ...] = ()  # an interrupt leaves a tree to be copied anew
         self._shadow.clear()
         self._base = copied(live)
         config: Any = self._base.config
@@ -225,6 +229,7 @@ class Twin:
             use_float32_head(self._base)
         if self.compiled:
             compile_layers(self._base, exact=self._exact)
+        self._fingerprint = fingerprint(live)
 
     @torch.no_grad()
     def _bind(self) -> None:
@@ -252,7 +257,9 @@ class Twin:
         """
         held = list(self._held())
         if held:
-            self._shadow.fill(held, self._base)
+            self._shadow.place(held, self._base)
+            with self.casts.running(self.shadow_bytes):
+                self._shadow.fill(held)
             self._announce()
 
     def _held(self) -> Iterator[Held]:

@@ -1,5 +1,7 @@
 """Trainings of adapters: rollouts are what the adapters, as they then are, make of the model."""
 
+from itertools import chain
+
 import pytest
 import tiny
 import torch
@@ -15,6 +17,14 @@ def adapted(trainer):
     names = ("lora_", "modules_to_save")
     parameters = trainer.model.named_parameters()
     return {name: p.detach().clone() for name, p in parameters if any(n in name for n in names)}
+
+
+def rows_of(batch):
+    """Prompt, completion and reference scores of each row, without padding."""
+    sides = [(batch[f"{side}_ids"], batch[f"{side}_mask"]) for side in ("prompt", "completion")]
+    for row, scores in enumerate(batch["ref_per_token_logps"]):
+        prompt, completion = (ids[row][mask[row].bool()].tolist() for ids, mask in sides)
+        yield prompt, completion, scores[: len(completion)].tolist()
 
 
 @pytest.mark.parametrize(
@@ -38,8 +48,17 @@ def test_the_reference_is_the_model_without_its_adapters(tmp_path):
     config = LoraConfig(**LORA)
     trainer = trl_family.build("GRPO", tmp_path, peft_config=config, beta=0.1, learning_rate=0.05)
     gaps = trl_family.watch_gaps(trainer, trl_trainer.attach(trainer))
+    score, scored = trainer._generate_and_score_completions, []
+    trainer._generate_and_score_completions = lambda inputs: (
+        scored.append(score(inputs)) or scored[-1]
+    )
     trainer.train()
     assert max(gaps) < 1e-4
+    untouched = tiny.build().train(False)
+    assert len(scored) == 3
+    for prompt, completion, scores in chain.from_iterable(map(rows_of, scored)):
+        wanted = tiny.logprobs(untouched, prompt, completion)
+        assert scores == pytest.approx(wanted.tolist(), abs=1e-5)
     first, *later = trl_trainer.logged(trainer, "kl")
     assert first == pytest.approx(0.0, abs=1e-6)
     assert max(later) > 1e-4
@@ -56,6 +75,49 @@ def test_rollouts_follow_the_adapter_that_is_set(tmp_path):
         drawn.append(trainer._generate(["xyzabc"] * 4)[1])
     assert max(gaps) < 1e-4
     assert drawn[0] != drawn[1]
+
+
+def scale(model):
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling = {name: 3 * value for name, value in module.scaling.items()}
+
+
+def add(model):
+    model.add_adapter("added", LoraConfig(**{**LORA, "r": 2}, init_lora_weights=False))
+    model.set_adapter("added")
+
+
+# In this order; a merge changes what is computed, but not what it gives.
+CHANGES = {
+    "scaled": scale,
+    "added": add,
+    "two at once": lambda model: model.base_model.set_adapter(["default", "added"]),
+    "merged": lambda model: model.merge_adapter(),
+    "unmerged": lambda model: model.unmerge_adapter(),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "enabled": lambda model: model.base_model.enable_adapter_layers(),
+}
+
+
+def test_rollouts_follow_whatever_is_done_to_adapters_between_them(tmp_path):
+    model = get_peft_model(tiny.build(), LoraConfig(**LORA, init_lora_weights=False))
+    trainer = trl_family.build("GRPO", tmp_path, model=model)
+    gaps = trl_family.watch_gaps(trainer, trl_trainer.attach(trainer))
+
+    def score():
+        return tiny.logprobs(model, [9, 10], [11, 12, 13])
+
+    before = score()
+    for name, change in CHANGES.items():
+        change(model)
+        now = score()
+        assert torch.allclose(now, before, atol=1e-3) == (name in ("merged", "unmerged")), name
+        before = now
+        gaps.clear()
+        trainer._generate(["xyzabc"] * 4)
+        assert len(gaps) == 4
+        assert max(gaps) < 1e-4, name
 
 
 def test_a_teacher_that_is_an_adapter_of_the_same_model_does_not_generate(tmp_path):

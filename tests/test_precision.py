@@ -5,6 +5,7 @@ import tiny
 import torch
 import trl_trainer
 
+from rollout import RolloutEngine, SamplingParams
 from rollout.twin import Twin
 
 KINDS = {
@@ -36,6 +37,55 @@ def test_log_probabilities_are_close_to_the_trainers_own(tmp_path, kind, head, t
     gaps = trl_trainer.logged(trainer, "rollout/logp_gap")
     assert len(gaps) == 2
     assert max(gaps) < most
+
+
+def test_what_casting_weights_costs_is_logged_once_a_version(tmp_path):
+    """Of float32 masters under bf16 autocast; the second turn of a rollout casts nothing."""
+    trainer = trl_trainer.build(tmp_path, bf16=True)
+    generator = trl_trainer.attach(trainer)
+    single_turn, costs = trainer._generate_single_turn, []
+
+    def two_turns(prompt_ids, *rest):
+        for _ in range(2):
+            result = single_turn(prompt_ids, *rest)
+            stats = generator.engine.stats
+            costs.append((stats.cast_bytes, stats.cast_s))
+        return result
+
+    trainer._generate_single_turn = two_turns
+    trainer.train()
+    twin = generator.engine.worker.twin
+    linears = [m for m in trainer.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert twin.shadow_bytes == sum(2 * linear.weight.numel() for linear in linears)
+    assert [num_bytes for num_bytes, _ in costs] == [twin.shadow_bytes, 0] * 3
+    assert all(0 < seconds < 1 for _, seconds in costs[::2])
+    assert (
+        trl_trainer.logged(trainer, "rollout/cast_weights_gib") == [twin.shadow_bytes / 2**30] * 3
+    )
+    seconds = [seconds * 1e3 for _, seconds in costs[::2]]
+    assert trl_trainer.logged(trainer, "rollout/cast_weights_ms") == pytest.approx(seconds)
+
+
+def test_where_nothing_is_cast_nothing_is_logged_of_it(tmp_path):
+    trainer = trl_trainer.build(tmp_path, max_steps=1)
+    generator = trl_trainer.attach(trainer)
+    trainer.train()
+    assert trl_trainer.logged(trainer, "rollout/generated_tok_s")
+    assert generator.engine.stats.cast_bytes == 0
+    for name in ("gib", "ms"):
+        assert trl_trainer.logged(trainer, f"rollout/cast_weights_{name}") == []
+
+
+def test_each_update_in_a_rollout_is_a_cast_of_its_own():
+    config = trl_trainer.RolloutConfig(max_rows=2, page_tokens=4)
+    with RolloutEngine(tiny.build(), config, autocast_dtype=torch.bfloat16) as engine:
+        engine.submit([9, 10], SamplingParams(max_new_tokens=6))
+        engine.step()
+        with engine.paused():
+            pass
+        while engine.busy:
+            engine.step()
+        assert engine.stats.cast_bytes == 2 * engine.worker.twin.shadow_bytes
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])

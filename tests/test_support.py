@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import UnsupportedModel
@@ -77,6 +77,34 @@ def test_prompt_learning_is_refused():
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(UnsupportedModel, match="virtual tokens into the KV cache; use LoRA"):
         check_model(get_peft_model(tiny.build(), config))
+
+
+QUANTISED = {
+    "Linear8bitLt": "Linear8bitLt.* outliers over all rows of a batch.* load it in bfloat16",
+    "Linear4bit": "Linear4bit.* pack weights anew.* the trainer's as well; load it in bfloat16",
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
+def test_quantised_layers_are_refused_by_name(kind, adapters):
+    """A class of that name stands in for bitsandbytes' own, which derives from `nn.Linear` too."""
+    model = tiny.build()
+    model.model.layers[1].mlp.up_proj.__class__ = type(kind, (torch.nn.Linear,), {})
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(UnsupportedModel, match=QUANTISED[kind]):
+        check_model(model)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_bitsandbytes_own_layers_are_refused(kind):
+    layers = pytest.importorskip("bitsandbytes").nn
+    model = tiny.build()
+    model.model.layers[1].mlp.up_proj = getattr(layers, kind)(48, 64, bias=False)
+    model = get_peft_model(model, LoraConfig(target_modules=["up_proj"], r=2))
+    with pytest.raises(UnsupportedModel, match=QUANTISED[kind]):
+        check_model(model)
 
 
 def test_models_outside_the_attention_interface_are_refused(monkeypatch):

@@ -42,6 +42,13 @@ def test_the_tightest_moment_of_memory_is_kept_and_preemptions_add_up():
     assert (stats.preemptions, stats.offloaded_bytes) == (3, 512)
 
 
+def test_casts_of_one_rollout_add_up():
+    stats = RolloutStats()
+    for num_bytes, seconds in [(1024, 0.5), (0, 0.0), (1024, 0.25)]:
+        stats.cast(num_bytes, seconds)
+    assert (stats.cast_bytes, stats.cast_s) == (2048, 0.75)
+
+
 def test_duration_runs_to_the_last_settled_step(clock):
     stats = RolloutStats(_began=clock[0])
     clock[0] += 2.0

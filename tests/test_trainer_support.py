@@ -146,16 +146,22 @@ def test_values_of_no_effect_ask_for_nothing(tmp_path):
 def test_the_models_generation_config_never_wins_and_settings_are_logged_once(tmp_path, caplog):
     model = tiny.build()
     model.generation_config.update(do_sample=True, temperature=0.1, top_k=2, top_p=0.2, min_p=0.3)
-    trainer = trl_trainer.build(tmp_path, model, temperature=0.9, top_k=11)
     with caplog.at_level(logging.INFO, "trainers.sampling"):
-        generator = trl_trainer.attach(trainer)
-        for _ in range(2):
-            generator.generate([[9], [10]], None, 1)
+        for _ in range(2):  # each trainer has its line, though it is the same
+            caplog.clear()
+            trainer = trl_trainer.build(tmp_path, model, temperature=0.9, top_k=11)
+            generator = trl_trainer.attach(trainer)
+            for _ in range(2):
+                generator.generate([[9], [10]], None, 1)
+            (message,) = caplog.messages
+            assert "temperature=0.9, top_k=11, top_p=1.0, min_p=0.0" in message
     sampling = sampling_of(trainer)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.9, 11, 1.0)
     assert sampling.min_p == 0
-    (message,) = caplog.messages
-    assert "temperature=0.9, top_k=11, top_p=1.0, min_p=0.0" in message
+    trainer.temperature = 0.5
+    with caplog.at_level(logging.INFO, "trainers.sampling"):
+        generator.generate([[9]], None, 1)
+    assert "temperature=0.5" in caplog.messages[-1]
 
 
 def test_bad_words_and_stop_strings_are_those_of_the_tokenizer(tmp_path):

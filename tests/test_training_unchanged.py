@@ -1,8 +1,9 @@
-"""Running the engine beside a training changes not one bit of the weights that come out."""
+"""Running the engine beside a training changes not one bit of its losses and its weights."""
 
 import pytest
 import tiny
 import torch
+import trl_family
 import trl_trainer
 
 
@@ -24,10 +25,11 @@ class Replay:
         return prompts, ids, logprobs, None
 
 
-def trained(tmp_path, *, beside, **changes):
-    """Final weights of 20 GRPO steps on replayed rollouts, with or without an engine beside."""
-    changes = {"vllm_importance_sampling_mode": "token_truncate", **changes}
-    trainer = trl_trainer.build(tmp_path, max_steps=20, **changes)
+def trained(kind, tmp_path, *, beside, **changes):
+    """Losses and final weights of 20 steps on replayed rollouts, an engine beside or none."""
+    if kind == "GRPO":
+        changes = {"vllm_importance_sampling_mode": "token_truncate", **changes}
+    trainer = trl_family.build(kind, tmp_path, max_steps=20, **changes)
     replay, rollouts = Replay(), []
     if beside:
         engine = trl_trainer.attach(trainer)
@@ -41,15 +43,27 @@ def trained(tmp_path, *, beside, **changes):
     trainer.vllm_generation, trainer._last_loaded_step, trainer.use_vllm = replay, -1, True
     trainer.train()
     assert len(rollouts) == (20 // changes.get("num_iterations", 1) if beside else 0)
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return trl_trainer.logged(trainer, "loss"), weights
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"bf16": True}, {"gradient_checkpointing": True, "num_iterations": 2}], ids=str
+    ("kind", "changes"),
+    [
+        ("GRPO", {}),
+        ("GRPO", {"bf16": True}),
+        ("GRPO", {"gradient_checkpointing": True, "num_iterations": 2}),
+        ("RLOO", {}),
+        ("RLOO", {"bf16": True}),
+    ],
+    ids=str,
 )
-def test_twenty_steps_end_in_bitwise_equal_weights(tmp_path, changes):
-    without = trained(tmp_path / "without", beside=False, **changes)
-    beside = trained(tmp_path / "beside", beside=True, **changes)
+def test_twenty_steps_give_bitwise_equal_losses_and_weights(tmp_path, kind, changes):
+    losses, without = trained(kind, tmp_path / "without", beside=False, **changes)
+    losses_beside, beside = trained(kind, tmp_path / "beside", beside=True, **changes)
+    assert len(losses) == 20
+    assert len(set(losses)) > 10
+    assert losses_beside == losses
     start = dict(tiny.build().named_parameters())
     for name, weight in without.items():
         assert torch.equal(weight, beside[name]), name

@@ -24,7 +24,7 @@ from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
 from trainers.metrics import gap_metrics, log_metrics, log_rollout, log_sleep
 from trainers.ranks import RowBalance, agree
-from trainers.sampling import row_sampling
+from trainers.sampling import announce, row_sampling
 from trainers.seams import find_seam, settings_of
 from trainers.support import check_trainer
 
@@ -62,7 +62,8 @@ class RolloutGenerator:
         self._settings: Any = None
         self._seam: Any = None
         self._num_turns: int | None = None
-        self._seen_step = -1
+        self._announced: SamplingParams | None = None
+        self._seen: tuple[Any, int] = (None, -1)
         self._calls = {"train": 0, "eval": 0}
         self._before: dict[str, Any] = {}
         self._warned = False
@@ -162,6 +163,7 @@ class RolloutGenerator:
             RolloutError: Any rank failed; raised on all of them, and no rank has a result. In a
                 later turn of a tool loop, which ranks reach as often as their own rows call tools,
                 a rank fails alone, and its end ends the others as any error in a trainer does.
+                So does an interrupt, which must not wait for ranks that may be anywhere.
         """
         completions, failure, later_turn = [], None, bool(self._num_turns)
         try:
@@ -244,6 +246,7 @@ class RolloutGenerator:
         setattr(self._trainer, name, value)
 
     def _rollout(self, prompts: list[list[int]], *, same_weights: bool) -> list[Completion]:
+        self._announced = announce(self._settings, self._announced)
         seeds = self._row_seeds(len(prompts))
         if self._balance and not same_weights:
             prompts, seeds = self._balance.give_out(prompts, seeds)
@@ -282,8 +285,9 @@ class RolloutGenerator:
         """Seeds that differ by call, rank and row, and that a resumed run draws again."""
         trainer = self._trainer
         step, mode = trainer.state.global_step, "train" if trainer.model.training else "eval"
-        if step != self._seen_step:
-            self._seen_step, self._calls = step, {"train": 0, "eval": 0}
+        # A state is a training's own: after an interrupt the next may begin at the same step.
+        if self._seen[0] is not trainer.state or self._seen[1] != step:
+            self._seen, self._calls = (trainer.state, step), {"train": 0, "eval": 0}
         call = self._calls[mode]
         self._calls[mode] += 1
         rank = trainer.accelerator.process_index

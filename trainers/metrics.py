@@ -36,6 +36,9 @@ def log_rollout(trainer: Any, stats: RolloutStats) -> None:
     _append(trainer, "rollout/kv_mapped_gib", stats.mapped_bytes / 2**30)
     _append(trainer, "rollout/released_gib", stats.released_bytes / 2**30)
     _append(trainer, "rollout/wake_ms", stats.wake_s * 1e3)
+    if stats.cast_bytes:
+        _append(trainer, "rollout/cast_weights_gib", stats.cast_bytes / 2**30)
+        _append(trainer, "rollout/cast_weights_ms", stats.cast_s * 1e3)
     for name, share in stats.device.items():
         _append(trainer, f"rollout/{name}", share)
 

@@ -10,7 +10,7 @@ that ends otherwise for one that was cut off, whichever engine made it.
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -72,14 +72,13 @@ _INSTEAD = {
 
 
 def row_sampling(trainer: Any, room: int) -> SamplingParams:
-    """The trainer's settings, logged once, with lengths clipped to what the row can hold.
+    """The trainer's settings, with lengths clipped to what the row can hold.
 
     Args:
         trainer: A TRL trainer that was not refused.
         room: Tokens that a completion can have.
     """
     sampling = _sampling(trainer)
-    _announce(sampling)
     most = min(sampling.max_new_tokens, room)
     return replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
 
@@ -145,7 +144,17 @@ def _stop_strings(tokenizer: Any, vocab_size: int, strings: tuple[str, ...]) -> 
     return StopStrings(strings, decode, vocab_size)
 
 
-@cache
-def _announce(sampling: SamplingParams) -> None:
-    """Say once what completions are drawn by."""
-    logger.info("completions are drawn by %s", sampling)
+def announce(trainer: Any, before: SamplingParams | None) -> SamplingParams:
+    """Say what a trainer's completions are drawn by, unless that is what was said before.
+
+    Args:
+        trainer: A TRL trainer that was not refused.
+        before: What this has returned for the same trainer, if it was called.
+
+    Returns:
+        What they are drawn by.
+    """
+    sampling = _sampling(trainer)
+    if sampling != before:
+        logger.info("completions are drawn by %s", sampling)
+    return sampling
