@@ -151,7 +151,7 @@ class Twin:
             UnsupportedModel: The parameters have been moved apart meanwhile.
         """
         check_placed(self._live)
-        reshard(base_of(self._live))
+        reshard(self._live)
         if fingerprint(base_of(self._live)) != self._fingerprint:
             self._rebuild()
         self._bind()
