@@ -33,6 +33,7 @@ VALUES = {
     "entropies": True,
     "kept_mass": True,
     "progress_bar": True,
+    "trace": "every:20",
 }
 
 

@@ -21,10 +21,11 @@ from rollout.errors import RolloutError, UnsupportedTrainer
 from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
-from trainers.metrics import gap_metrics, log_metrics, log_rollout, log_sleep
+from trainers.metrics import gap_metrics, log_metrics
 from trainers.sampling import row_sampling
 from trainers.seams import find_seam, settings_of
 from trainers.support import check_trainer
+from trainers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class RolloutGenerator:
             else:
                 setattr(trainer, name, value)
         self._before = {}
+        self._watch.close()
         self._undo_exact()
         self.engine.close()
         self._trainer = None
@@ -167,8 +169,8 @@ class RolloutGenerator:
                 completions = self._rollout(prompts)
         except Exception as error:
             failure = error
-        self._agree(failure)
-        log_rollout(self._trainer, self.engine.stats)
+        num_tokens = self._agree(failure, sum(len(c.token_ids) for c in completions))
+        self._watch.rolled_out(prompts, completions, num_tokens)
         completion_ids = [completion.token_ids for completion in completions]
         logprobs = [[[value] for value in completion.logprobs] for completion in completions]
         scored_ids = None
@@ -205,12 +207,14 @@ class RolloutGenerator:
             show_plan=show_plan,
         )
         self._undo_exact = _nothing
-        if self.config.exact:
-            try:
+        try:
+            if self.config.exact:
                 self._undo_exact = prepare_trainer(model, self.engine.worker.narrow)
-            except BaseException:
-                self.engine.close()
-                raise
+            self._watch = Watch(trainer, self.engine)
+        except BaseException:
+            self._undo_exact()
+            self.engine.close()
+            raise
         self._trainer, self._settings = trainer, settings_of(trainer)
         self._seam = find_seam(trainer)
         self._wrap(self._seam.generates, self._share_version)
@@ -230,7 +234,9 @@ class RolloutGenerator:
         # Weights change in ways that no callback tells of: averaged ones swapped in for an
         # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
         later_turn = bool(self._num_turns)
-        completions = self.engine.generate(prompts, sampling, seeds, same_weights=later_turn)
+        most_tokens = max((how.max_new_tokens for how in sampling), default=0)
+        with self._watch.rollout(len(prompts), most_tokens):
+            completions = self.engine.generate(prompts, sampling, seeds, same_weights=later_turn)
         if self._num_turns is not None:
             self._num_turns += 1
         return completions
@@ -251,7 +257,7 @@ class RolloutGenerator:
         """Leave the memory to the trainer until the next rollout, unless told to keep it."""
         if self.config.kv_keep == "rollout" and not self.engine.asleep:
             self.engine.sleep()
-            log_sleep(self._trainer, self.engine.stats)
+        self._watch.rested()
 
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
         """The trainer's settings, clipped to what the row can hold as vLLM does."""
@@ -286,20 +292,24 @@ class RolloutGenerator:
             )
         return scored
 
-    def _agree(self, failure: Exception | None) -> None:
-        """Raise on every rank if any has failed, so that none waits for another for ever."""
+    def _agree(self, failure: Exception | None, num_tokens: int) -> int:
+        """Raise on every rank if any has failed, so that none waits for another for ever.
+
+        Returns:
+            The tokens of all ranks.
+        """
         accelerator = self._trainer.accelerator
+        num_failed = int(failure is not None)
         if accelerator.num_processes > 1:
-            failed = torch.tensor(float(failure is not None), device=accelerator.device)
-            num_failed = int(accelerator.reduce(failed, reduction="sum"))
-        else:
-            num_failed = int(failure is not None)
+            own = torch.tensor([num_failed, num_tokens], device=accelerator.device)
+            num_failed, num_tokens = accelerator.reduce(own, reduction="sum").tolist()
         if failure is not None:
             raise failure
         if num_failed:
             raise RolloutError(
                 f"the rollout failed on {num_failed} other rank(s); see their errors"
             )
+        return num_tokens
 
 
 def _print_plan(plan: MemoryPlan) -> None:
