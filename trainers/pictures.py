@@ -21,7 +21,9 @@ def draw_progress(timeline: Timeline, path: Path) -> None:
     batches = timeline.on("compute")
     rows = np.array([batch.num_rows for batch in batches])
     stops = np.array([batch.stop_s for batch in batches]) - batches[0].start_s
-    tokens, edges = np.histogram(stops, bins=min(_BINS, len(batches)), weights=rows)
+    # Several steps a bin: in fewer, whole tokens would beat against its edges.
+    num_bins = max(1, min(_BINS, len(batches) // 10))
+    tokens, edges = np.histogram(stops, num_bins, (0, stops.max()), weights=rows)
     pyplot = open_pyplot()
     figure, (live, speed) = pyplot.subplots(2, sharex=True, figsize=(12, 5))
     live.step(stops, rows, where="pre")
@@ -42,7 +44,7 @@ def draw_lengths(lengths: Sequence[int], path: Path) -> None:
         path: Picture to write.
     """
     figure, axis = open_pyplot().subplots(figsize=(8, 4))
-    axis.hist(lengths, bins=min(_BINS, max(lengths)))
+    axis.hist(lengths, bins=min(_BINS, max(lengths)), range=(0, max(lengths)))
     axis.set_xlabel("tokens of a completion")
     axis.set_ylabel("completions")
     _save(figure, path)

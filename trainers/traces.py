@@ -1,7 +1,6 @@
 """What traced rollouts leave: a timeline, pictures, and a trace for Perfetto.
 
-They go to `rollouts/` in the trainer's `output_dir`, and the pictures to its W&B run, with the next
-numbers that it logs.
+They go to `rollouts/` in the trainer's `output_dir`, and the pictures to its W&B run, on its step.
 """
 
 import json
@@ -90,9 +89,9 @@ class Traces(TrainerCallback):
         draw({f"step {kept.step}": shown.middle(_PICTURE_S)}, pictures["timeline"])
         draw_progress(kept.timeline, pictures["progress"])
         draw_lengths(kept.lengths, pictures["lengths"])
-        self._send(pictures)
+        self._send(pictures, kept.step)
 
-    def _send(self, pictures: dict[str, Path]) -> None:
+    def _send(self, pictures: dict[str, Path], step: int) -> None:
         """Hand the pictures to the trainer's W&B run, if it has one."""
         if "wandb" not in self._trainer.args.report_to:
             return
@@ -100,5 +99,5 @@ class Traces(TrainerCallback):
 
         if wandb.run is not None:
             images = {f"train/rollout/{n}": wandb.Image(str(p)) for n, p in pictures.items()}
-            # A step of its own would shift W&B's against the trainer's.
-            wandb.run.log(images, commit=False)
+            # The row is whoever logs next's, as TRL's own timings have many: the step is ours.
+            wandb.run.log({**images, "train/global_step": step}, commit=False)
