@@ -76,12 +76,13 @@ class RolloutConfig:
     ones leave. Without penalties, a log-probability less its logarithm is that of the draw."""
 
     progress_bar: bool = False
-    """Show a `tqdm` bar of finished rows while generating."""
+    """Show a `tqdm` bar of finished rows while generating. Under a TRL trainer there is one that
+    says more, on a terminal and unless `disable_tqdm`; this one then takes its place."""
 
     trace: str = "off"
     """Which rollouts of a training under TRL leave a timeline, pictures and a trace for Perfetto in
-    its `output_dir`. `off`: none; `last`: the last one; `every:N`: every N-th one. Recording one
-    takes about 20 microseconds a step; the others pay nothing."""
+    its `output_dir`. `off`: none; `last`: the last one; `every:N`: the first and every N-th after
+    it. The others pay nothing."""
 
     @property
     def exact(self) -> bool:
