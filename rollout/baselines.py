@@ -44,7 +44,7 @@ def continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
         use_async_batching=True,
         use_cuda_graph=True,
         page_size=_PAGE,
-        num_blocks=work.kv_bytes and work.kv_bytes // (_PAGE * work.kv_token_bytes),
+        num_blocks=work.kv_bytes and work.kv_bytes // (_PAGE * work.cost.kv_token_bytes),
         max_requests_per_batch=work.rows,
         max_blocks_per_request=pages,
         max_memory_percent=0.8,

@@ -1,9 +1,12 @@
 """RolloutConfig: every knob, frozen, checked once, with units."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from rollout.errors import ConfigError, check_count, is_real, reject_unknown
+
+_TRACE = re.compile("off|last|every:[1-9][0-9]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +80,24 @@ class RolloutConfig:
     of their prompts had, so that ranks finish together. All ranks then hear of all completions."""
 
     progress_bar: bool = False
-    """Show a `tqdm` bar of finished rows while generating."""
+    """Show a `tqdm` bar of finished rows while generating. Under a TRL trainer there is one that
+    says more, on a terminal and unless `disable_tqdm`; this one then takes its place."""
+
+    trace: str = "off"
+    """Which rollouts of a training under TRL leave a timeline, pictures and a trace for Perfetto in
+    its `output_dir`. `off`: none; `last`: the last one; `every:N`: the first and every N-th after
+    it. The others pay nothing."""
 
     @property
     def exact(self) -> bool:
         """Whether rollouts equal the trainer's forward to the last bit."""
         return self.on_policy == "exact"
+
+    @property
+    def trace_period(self) -> int:
+        """Every how many rollouts one leaves its timeline; 0: none does, or the last alone."""
+        _, _, period = self.trace.partition(":")
+        return int(period or 0)
 
     @property
     def kv_share(self) -> float:
@@ -123,6 +138,8 @@ class RolloutConfig:
                 raise ConfigError(f"{name}={value!r}: it must be True or False")
         if self.on_policy not in ("close", "exact"):
             raise ConfigError(f"on_policy={self.on_policy!r}: it must be 'close' or 'exact'")
+        if not (isinstance(self.trace, str) and _TRACE.fullmatch(self.trace)):
+            raise ConfigError(f"trace={self.trace!r}: it must be 'off', 'last' or 'every:N', N > 0")
         if not isinstance(self.compile_layers, bool | None):
             raise ConfigError(
                 f"compile_layers={self.compile_layers!r}: it must be True, False or None"

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from rollout.intake import Limits, build_requests
 from rollout.life import EngineLife, no_inference_mode
-from rollout.request import Batch, Completion, Request, SamplingParams
+from rollout.request import Batch, Completion, FinishReason, Request, SamplingParams
+from rollout.slots import IOSlot
 from rollout.telemetry import RolloutStats
 
 
@@ -167,6 +168,7 @@ class RolloutEngine(EngineLife):
             if previous.batch is None:
                 return []
             tokens, scores = previous.wait()  # SYNC: the only host wait in a step
+            self._time(previous)
             completions = self.scheduler.commit(previous.release(), tokens, scores)
             return self._settled(completions)
         except BaseException as error:
@@ -192,9 +194,21 @@ class RolloutEngine(EngineLife):
         stats.prefilled(batch.num_prefilled, batch.num_shared)
         page_bytes = self.worker.kv_cache.layout.page_bytes
         stats.preempted(batch.num_preempted, len(batch.offloads) * page_bytes)
+        num_padded = self.worker.graphs.padded(len(batch.rows))
+        stats.attribution.launched(batch, num_padded, self.scheduler.num_waiting)
+
+    def _time(self, slot: IOSlot) -> None:
+        """Tell telemetry when the device ran a batch, which the host has just waited for."""
+        assert slot.batch is not None
+        prefills = len(slot.batch.segments) > 0
+        times, slot.stamps = self._clock.read(slot.stamps, prefills=prefills)
+        self.stats.attribution.ran(times)
 
     def _settled(self, completions: list[Completion]) -> list[Completion]:
-        self.stats.settled(sum(len(completion.token_ids) for completion in completions))
+        lengths = [len(completion.token_ids) for completion in completions]
+        stopped = [c for c in completions if c.finish_reason is FinishReason.STOP]
+        self.stats.ended(lengths, len(stopped))
+        self.stats.settled(sum(lengths))
         if not self.busy:
             self.streams.hand_back()
             self.stats.device = self._meter.end()
@@ -208,8 +222,10 @@ class RolloutEngine(EngineLife):
         """Queue checked requests; on an idle engine this begins a rollout."""
         try:
             if not self.busy:
+                self.stats = RolloutStats()
+                self._clock.begin()
                 self._open_version(same_weights)
-                self.stats = RolloutStats(policy_version=self.policy_version)
+                self.stats.policy_version = self.policy_version
                 self._meter.begin()
             rows = self.scheduler.add(requests)
             self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))

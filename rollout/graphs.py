@@ -39,6 +39,7 @@ class GraphCache:
 
     Attributes:
         num_eager: Decode steps on a GPU that no graph ran.
+        num_captures: Graphs captured so far, those included that were dropped since.
         pool_bytes: Memory that captured graphs hold.
     """
 
@@ -46,7 +47,7 @@ class GraphCache:
         self, forward: Forward, streams: Streams, max_rows: int, device: torch.device
     ) -> None:
         self.forward = forward
-        self.num_eager = 0
+        self.num_eager = self.num_captures = 0
         self.pool_bytes = 0
         self._streams = streams
         sizes = (min(size, max_rows) for size in (*_SIZES, max_rows))
@@ -111,6 +112,7 @@ class GraphCache:
             self.forward.lanes.admit(slot)
             if batch.segments:
                 self.forward.prefill(slot, batch.segments)
+                slot.stamps.prefilled.record(self._streams.compute)
             # ORDER: behind the prefill that fills a page, before a row writes to its copy
             self.forward.fork(batch.copies)
             if len(batch.rows):
@@ -154,6 +156,7 @@ class GraphCache:
                 self._refuse(key, error)
                 return
         self._graphs[key] = graph
+        self.num_captures += 1
 
     def _refuse(self, key: _Key, error: RuntimeError) -> None:
         if not self._refused:
@@ -172,12 +175,18 @@ class GraphCache:
         with compute, _capturing(self._anchor, self._pool):
             self._lanes.fill_(self.forward.lanes.trash_lane)
 
+    def padded(self, num_rows: int) -> int:
+        """Rows that the device runs where so many decode."""
+        if not (self._on_gpu and num_rows):
+            return num_rows
+        return next(size for size in self._sizes if size >= num_rows)
+
     def _key(self, num_rows: int, max_context: int, draw: Draw = Draw.PLAIN) -> _Key:
         """Every whole number that a graph bakes in."""
         if not self._on_gpu:
             return num_rows, max_context, draw
         contexts = (context for context in _contexts() if context >= max_context)
-        return next(size for size in self._sizes if size >= num_rows), next(contexts), draw
+        return self.padded(num_rows), next(contexts), draw
 
     def _keys(self, num_rows: int, max_context: int, draws: Collection[Draw]) -> list[_Key]:
         """All keys up to a size and a context."""

@@ -16,6 +16,7 @@ from rollout.errors import ConfigError, EngineBusy, EngineClosed, EnginePaused, 
 from rollout.intake import Limits
 from rollout.memory_plan import MemoryPlan
 from rollout.scheduler import Scheduler
+from rollout.stamps import BatchClock
 from rollout.telemetry import RolloutStats
 from rollout.worker import Worker, is_out_of_memory
 
@@ -65,6 +66,7 @@ class EngineLife:
         self.slots = self.worker.slots
         self.streams = self.worker.streams
         self._meter = open_meter(self.worker.device_uuid)
+        self._clock = BatchClock(self.worker.device)
         self._show_plan = show_plan or logger.info
         self._planned = self._paused = self._closed = False
 
@@ -144,6 +146,7 @@ class EngineLife:
         """
         self._check_running()
         self.streams.hand_back()
+        self.stats.attribution.paused()
         self._paused = True
 
     def resume(self, kv: str = "keep", *, same_weights: bool = False) -> None:
@@ -229,9 +232,10 @@ class EngineLife:
 
     def _prepare(self) -> None:
         """Have a graph for whatever the rows at hand can need."""
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self.worker.graphs.num_captures
         self.worker.prepare(*self.scheduler.largest_batch())
-        self.stats.warmup_s += time.perf_counter() - began
+        num_graphs = self.worker.graphs.num_captures - before
+        self.stats.warmed_up(num_graphs, time.perf_counter() - began)
 
     def _grow(self, num_pages: int) -> None:
         """Have so many KV pages at least; those that there are keep what they hold."""

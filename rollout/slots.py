@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.request import SETTINGS, Admission, Batch, Floats, Ints, Segment
+from rollout.stamps import Stamps
 
 
 @cache
@@ -215,6 +216,7 @@ class IOSlot:
         self._streams = streams
         events = (streams.module.Event() for _ in range(3))
         self.uploaded, self.computed, self.downloaded = events
+        self.stamps = Stamps(device)
 
     def stage(self, batch: Batch) -> None:
         """Fill the host buffers. Nothing on the device reads them: the slot has been settled."""
@@ -259,8 +261,10 @@ class IOSlot:
     def upload(self) -> None:
         """Queue the copies to the device on the H2D stream."""
         with self._streams.module.stream(self._streams.h2d):
+            self.stamps.uploading.record(self._streams.h2d)
             for staged in self._staged:
                 staged.upload()
+            self.stamps.uploaded.record(self._streams.h2d)
             self.uploaded.record(self._streams.h2d)
 
     @contextmanager
@@ -269,7 +273,9 @@ class IOSlot:
         with self._streams.module.stream(self._streams.compute):
             # ORDER: the batch's first kernel reads what H2D writes
             self.uploaded.wait(self._streams.compute)
+            self.stamps.started.record(self._streams.compute)
             yield
+            self.stamps.ended.record(self._streams.compute)
             self.computed.record(self._streams.compute)
 
     def download(self) -> None:

@@ -1,7 +1,10 @@
 """Counts and times; everyone writes, nothing reads it to decide."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from rollout.attribution import Attribution
 
 
 @dataclass
@@ -11,6 +14,8 @@ class RolloutStats:
     Attributes:
         policy_version: Weights it ran on.
         generated_tokens: Tokens of the rows that finished.
+        lengths: Tokens of each of them, in the order in which they did.
+        num_stopped: Those of them that ended by an EOS.
         engine_steps: Steps that launched a batch.
         decode_steps: Those of them in which a row decoded.
         decoded_rows: Rows summed over those steps.
@@ -29,13 +34,17 @@ class RolloutStats:
         cast_bytes: Bytes of weights that were cast for it, as they are held then.
         cast_s: Seconds that its device took for that.
         warmup_s: Seconds of compiling and capturing before its first step.
+        captured_graphs: Graphs captured in that time.
         duration_s: Seconds since it began.
         device: Shares of that time, by name, in which parts of the GPU were busy; see
             `device_stats`.
+        attribution: Where that time went.
     """
 
     policy_version: int = 0
     generated_tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
+    num_stopped: int = 0
     engine_steps: int = 0
     decode_steps: int = 0
     decoded_rows: int = 0
@@ -54,8 +63,10 @@ class RolloutStats:
     cast_bytes: int = 0
     cast_s: float = 0.0
     warmup_s: float = 0.0
+    captured_graphs: int = 0
     duration_s: float = 0.0
     device: dict[str, float] = field(default_factory=dict)
+    attribution: Attribution = field(default_factory=Attribution, repr=False)
     _began: float = field(default_factory=time.perf_counter, repr=False)
 
     def launched(self, num_rows: int, num_pages: int, num_bytes: int) -> None:
@@ -96,6 +107,16 @@ class RolloutStats:
         self.cast_bytes += num_bytes
         self.cast_s += seconds
 
+    def warmed_up(self, num_graphs: int, seconds: float) -> None:
+        """Record that a rollout was made ready, for which `num_graphs` were captured."""
+        self.captured_graphs += num_graphs
+        self.warmup_s += seconds
+
+    def ended(self, lengths: Sequence[int], num_stopped: int) -> None:
+        """Record rows that finished with so many tokens each, `num_stopped` of them by an EOS."""
+        self.lengths += lengths
+        self.num_stopped += num_stopped
+
     def settled(self, num_tokens: int) -> None:
         """Record that the rows of one engine step ended with `num_tokens` tokens in all."""
         self.generated_tokens += num_tokens
@@ -105,6 +126,16 @@ class RolloutStats:
     def overrun_tokens(self) -> int:
         """Tokens that no completion has, once every row is done: of overruns and aborted rows."""
         return self.decoded_rows - self.generated_tokens
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds since it began, until its memory was given back where that has followed."""
+        return self.duration_s + self.sleep_s
+
+    @property
+    def time_shares(self) -> dict[str, float]:
+        """Shares of `whole_s`, by part; see `Attribution`."""
+        return self.attribution.shares(self.whole_s, self.wake_s + self.sleep_s)
 
     @property
     def tokens_per_s(self) -> float:

@@ -22,12 +22,14 @@ class Interval:
         name: What it was.
         start_s: Seconds on the host's clock.
         stop_s: Likewise.
+        num_rows: Rows that decoded, of a batch.
     """
 
     track: str
     name: str
     start_s: float
     stop_s: float
+    num_rows: int = 0
 
 
 @dataclass
@@ -80,12 +82,30 @@ class Timeline:
         return Timeline(kept)
 
 
-def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Draw timelines one above the other on one scale; the device's idle time in red.
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """What Perfetto and Chrome's `about:tracing` read, as JSON: microseconds from the beginning."""
+    origin = min((interval.start_s for interval in timeline.intervals), default=0.0)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": name}}
+        for track, name in enumerate(TRACKS)
+    ]
+    for interval in timeline.intervals:
+        events.append(
+            {
+                "ph": "X",
+                "name": interval.name,
+                "pid": 0,
+                "tid": TRACKS.index(interval.track),
+                "ts": (interval.start_s - origin) * 1e6,
+                "dur": (interval.stop_s - interval.start_s) * 1e6,
+                "args": {"rows": interval.num_rows} if interval.track == "compute" else {},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
-    Args:
-        timelines: By title.
-        path: Picture to write, such as `timeline.png`.
+
+def open_pyplot() -> Any:
+    """What draws, without a screen.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -97,6 +117,20 @@ def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
+    """Draw timelines one above the other on one scale; the device's idle time in red.
+
+    Args:
+        timelines: By title.
+        path: Picture to write, such as `timeline.png`.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    pyplot = open_pyplot()
     size = (12, 2.2 * len(timelines))
     figure, axes = pyplot.subplots(len(timelines), sharex=True, squeeze=False, figsize=size)
     for axis, (title, timeline) in zip(axes[:, 0], timelines.items(), strict=True):

@@ -6,10 +6,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from rollout.engine import RolloutEngine
 from rollout.slots import IOSlot
+from rollout.stamps import make_stamp
 from rollout.timeline import PREFILL, WAIT, Interval, Timeline
 
 
@@ -23,11 +22,11 @@ def tracing(engine: RolloutEngine) -> Iterator[Timeline]:
     trace = _Trace(engine)
     with ExitStack() as undo:
         for owner, method, name in trace.host_methods():
-            undo.enter_context(_wrapped(owner, method, partial(trace.on_host, name)))
+            undo.enter_context(wrapped(owner, method, partial(trace.on_host, name)))
         for slot in trace.slots:
-            undo.enter_context(_wrapped(slot, "computing", partial(trace.computing, slot)))
+            undo.enter_context(wrapped(slot, "computing", partial(trace.computing, slot)))
             for method in ("upload", "download"):
-                undo.enter_context(_wrapped(slot, method, partial(trace.copying, slot)))
+                undo.enter_context(wrapped(slot, method, partial(trace.copying, slot)))
         yield trace.timeline
     trace.settle()
 
@@ -38,10 +37,9 @@ class _Trace:
         self.slots: list[IOSlot] = engine.slots.slots
         self._engine = engine
         self._streams = engine.streams
-        self._on_gpu = engine.worker.twin.device.type == "cuda"
-        self._device: list[tuple[str, str, Any, Any]] = []
+        self._device: list[tuple[str, str, int, Any, Any]] = []
         self._origin = self._mark(self._streams.compute)
-        if self._on_gpu:
+        if engine.worker.device.type == "cuda":
             self._origin.synchronize()  # SYNC: once, to lay the device's clock over the host's
         self._origin_s = time.perf_counter()
 
@@ -69,42 +67,39 @@ class _Trace:
         before = self._mark(stream)
         call()
         # A download waits for the batch first, so it begins no earlier than the batch ends.
-        begin = self._device[-1][3] if track == "d2h" and self._device else before
-        self._device.append((track, track, begin, self._mark(stream)))
+        begin = self._device[-1][4] if track == "d2h" and self._device else before
+        self._device.append((track, track, 0, begin, self._mark(stream)))
 
     @contextmanager
     def computing(self, slot: IOSlot, call: Callable[[], Any]) -> Iterator[None]:
         """Queue a slot's batch between two marks, behind its upload."""
         assert slot.batch is not None
-        name = PREFILL if slot.batch.segments else "decode"
+        name, num_rows = PREFILL if slot.batch.segments else "decode", len(slot.batch.rows)
         with call():
             begin = self._mark(self._streams.compute)
             yield
-            self._device.append(("compute", name, begin, self._mark(self._streams.compute)))
+            end = self._mark(self._streams.compute)
+            self._device.append(("compute", name, num_rows, begin, end))
 
     def settle(self) -> None:
         """Turn marks into seconds, once the device has reached them all."""
         self._streams.wait()
-        for track, name, begin, end in self._device:
-            interval = Interval(track, name, self._seconds(begin), self._seconds(end))
-            self.timeline.intervals.append(interval)
+        for track, name, num_rows, begin, end in self._device:
+            span = self._seconds(begin), self._seconds(end)
+            self.timeline.intervals.append(Interval(track, name, *span, num_rows))
 
     def _mark(self, stream: Any) -> Any:
-        """A point in a stream; on a CPU, which is there already, the time."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+        """A point in a stream."""
+        stamp = make_stamp(self._engine.worker.device)
+        stamp.record(stream)
+        return stamp
 
     def _seconds(self, mark: Any) -> float:
-        if not self._on_gpu:
-            return float(mark)
-        return self._origin_s + self._origin.elapsed_time(mark) / 1e3
+        return self._origin_s + float(self._origin.elapsed_time(mark)) / 1e3
 
 
 @contextmanager
-def _wrapped(owner: Any, method: str, around: Callable[..., Any]) -> Iterator[None]:
+def wrapped(owner: Any, method: str, around: Callable[..., Any]) -> Iterator[None]:
     """`owner.method` handed to `around` as its first argument while inside."""
     before = vars(owner).get(method)
     setattr(owner, method, partial(around, getattr(owner, method)))

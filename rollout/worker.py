@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from rollout.config import RolloutConfig
+from rollout.cost import Cost
 from rollout.errors import UnsupportedModel
 from rollout.exact import LEAST_ROWS, make_exact
 from rollout.forward import Forward, Lanes
@@ -129,6 +130,10 @@ class Worker:
         if self.device.type != "cuda":
             return None
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+    def cost(self) -> Cost:
+        """What tokens cost at least here, with the weights that rollouts read."""
+        return Cost.of(self.twin.base, self.twin.kv_layout(page_tokens=1).page_bytes)
 
     def max_pages(self) -> int | None:
         """KV pages that there is memory for now, the trash page included; `None`: no limit."""

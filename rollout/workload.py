@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rollout.cost import Cost, contexts
 from rollout.errors import ConfigError
 from rollout.support import base_of
 from rollout.twin import Twin
@@ -79,19 +80,11 @@ class Workload:
         drawn = self.new_tokens / 4 * np.exp(_SIGMA * normal)
         return [max(1, min(self.new_tokens, int(length))) for length in drawn]
 
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
-        return Twin(self.model).kv_layout(page_tokens=1).page_bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all but the input embedding."""
-        base: Any = base_of(self.model)
-        embedding = base.get_input_embeddings().weight
-        head = base.get_output_embeddings().weight
-        unread = embedding.nbytes if embedding.data_ptr() != head.data_ptr() else 0
-        return sum(parameter.nbytes for parameter in base.parameters()) - unread
+    @cached_property
+    def cost(self) -> Cost:
+        """What its tokens cost at least."""
+        kv_token_bytes = Twin(self.model).kv_layout(page_tokens=1).page_bytes
+        return Cost.of(base_of(self.model), kv_token_bytes)
 
     def floor_s(self, steps: int, row_tokens: Sequence[int] | None = None) -> float:
         """Seconds that the bytes of decoding need at the measured bandwidth.
@@ -101,9 +94,9 @@ class Workload:
             row_tokens: New tokens of each row, `row_tokens` by default; a row's step reads the
                 keys and values of all its tokens so far.
         """
-        rows = np.array(self.row_tokens if row_tokens is None else row_tokens, np.int64)
-        contexts = (rows * self.prompt_tokens + rows * (rows - 1) // 2).sum()
-        return float(steps * self.weight_bytes + contexts * self.kv_token_bytes) / self.bandwidth
+        rows = self.row_tokens if row_tokens is None else row_tokens
+        read = contexts([self.prompt_tokens] * len(rows), rows)
+        return self.cost.decode_bytes(steps, read) / self.bandwidth
 
 
 def build_model(name: str, device: torch.device, lora_rank: int = 0) -> nn.Module:

@@ -34,6 +34,7 @@ VALUES = {
     "kept_mass": True,
     "balance_ranks": True,
     "progress_bar": True,
+    "trace": "every:20",
 }
 
 

@@ -43,7 +43,7 @@ def test_the_floor_counts_weights_without_the_embedding_and_all_keys_and_values(
     weights = sum(p.numel() for p in model.parameters()) * 4
     read = weights if tied else weights - model.get_input_embeddings().weight.numel() * 4
     keys_and_values = 2 * 3 * 2 * 16 * 4  # both, layers, heads, head size, float32
-    assert work.kv_token_bytes == keys_and_values
+    assert work.cost.kv_token_bytes == keys_and_values
     tokens = (50 + 51 + 52) + 50
     assert work.floor_s(7, [3, 1]) == pytest.approx((7 * read + tokens * keys_and_values) / 1e6)
 

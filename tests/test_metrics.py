@@ -1,6 +1,7 @@
 """What stands in the trainer's log beside TRL's own numbers."""
 
 import math
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 import trl_trainer
 
-from trainers.metrics import gap_metrics
+from rollout.telemetry import RolloutStats
+from trainers.metrics import gap_metrics, rollout_metrics, summary
+from trainers.steps import StepClock
 
 RAW = "sampling/raw_importance_sampling_ratio"
 
@@ -104,6 +107,68 @@ def test_without_log_probabilities_there_is_nothing_to_compare():
     output = scored(torch.zeros(1, 2))
     assert gap_metrics(trainer(), {**output, "sampling_per_token_logps": None}, sample=True) == {}
     assert gap_metrics(trainer(), {**output, "old_per_token_logps": None}, sample=False) == {}
+
+
+def finished(lengths, num_stopped):
+    stats = RolloutStats(policy_version=4)
+    stats.ended(lengths, num_stopped)
+    stats.settled(sum(lengths))
+    stats.duration_s = 2.0
+    return stats
+
+
+def test_a_rollouts_lengths_and_ends_are_told():
+    found = rollout_metrics(finished([*range(1, 21), 100], 7))
+    told = {name: found[f"rollout/length/{name}"] for name in ("mean", "p50", "p95", "max")}
+    assert told == pytest.approx({"mean": 310 / 21, "p50": 11, "p95": 20, "max": 100})
+    assert found["rollout/finished/stop"] == pytest.approx(1 / 3)
+    assert found["rollout/finished/length"] == pytest.approx(2 / 3)
+    assert not [name for name in rollout_metrics(RolloutStats()) if "length" in name]
+
+
+def test_a_rollouts_line_says_the_most_important():
+    line = summary(finished([10, 1200], 1))
+    assert line == (
+        "rollout of 2 rows under policy version 4: 1,210 tokens in 2.00 s (605 tok/s), 605 a row, "
+        "1,200 at most, 1 ended by EOS; time: host_bound 100%"
+    )
+    assert summary(RolloutStats()).endswith("time: ")
+
+
+def test_steps_are_measured_without_what_lies_between_them(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    model = SimpleNamespace(training=True)
+    owner = trainer(accelerator=SimpleNamespace(num_processes=4))
+    owner.model = model
+    clock, found = StepClock(owner), owner._metrics
+
+    def step(seconds, num_tokens=0, rollout_s=0.0):
+        clock.on_step_begin(None, None, None)
+        if num_tokens:
+            clock.begin()
+            clock.count(num_tokens=num_tokens)
+            clock.count(seconds=rollout_s)
+        now[0] += seconds
+        clock.on_step_end(None, None, None)
+        now[0] += 1000  # logging, saving
+
+    step(4.0, 800, 1.0)
+    step(2.0)  # trains on the same completions
+    step(2.0, 800, 1.0)
+    assert found["train"] == {
+        "rollout/effective_tok_s": [200, 200],
+        "rollout/tok_s_per_gpu": [50, 50],
+        "rollout/step_share": [0.25, 0.25],
+    }
+    model.training = False
+    clock.begin()
+    clock.count(num_tokens=30, seconds=0.5)
+    now[0] += 1.0
+    clock.on_prediction_step(None, None, None)
+    clock.on_prediction_step(None, None, None)
+    assert found["eval"]["rollout/effective_tok_s"] == [30]
+    assert found["eval"]["rollout/step_share"] == [0.5]
 
 
 def test_a_training_logs_them_for_training_and_evaluation_apart(tmp_path):

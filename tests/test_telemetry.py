@@ -63,6 +63,21 @@ def test_duration_runs_to_the_last_settled_step(clock):
     assert stats.generated_tokens == 6
 
 
+def test_lengths_are_kept_and_what_follows_the_last_token_belongs_to_the_whole(clock):
+    stats = RolloutStats(_began=clock[0])
+    stats.warmed_up(3, 0.5)
+    stats.ended([4, 2], 1)
+    stats.ended([], 0)
+    stats.ended([9], 1)
+    clock[0] += 6.0
+    stats.settled(15)
+    stats.wake_s, stats.sleep_s = 1.0, 2.0
+    assert (stats.lengths, stats.num_stopped, stats.captured_graphs) == ([4, 2, 9], 2, 3)
+    assert stats.whole_s == pytest.approx(8.0)
+    shares = stats.time_shares
+    assert (shares["sleep"], shares["host_bound"]) == pytest.approx((3 / 8, 5 / 8))
+
+
 def test_no_time_is_no_division(clock):
     stats = RolloutStats(_began=clock[0])
     stats.settled(5)

@@ -22,11 +22,12 @@ from rollout.errors import UnsupportedTrainer
 from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
-from trainers.metrics import gap_metrics, log_metrics, log_rollout, log_sleep
+from trainers.metrics import gap_metrics, log_metrics
 from trainers.ranks import RowBalance, agree
 from trainers.sampling import announce, row_sampling
 from trainers.seams import find_seam, settings_of
 from trainers.support import check_trainer
+from trainers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class RolloutGenerator:
             else:
                 setattr(trainer, name, value)
         self._before = {}
+        self._watch.close()
         self._undo_exact()
         self.engine.close()
         self._trainer = None
@@ -165,20 +167,23 @@ class RolloutGenerator:
                 a rank fails alone, and its end ends the others as any error in a trainer does.
                 So does an interrupt, which must not wait for ranks that may be anywhere.
         """
-        completions, failure, later_turn = [], None, bool(self._num_turns)
+        ran, completions, failure = prompts, list[Completion](), None
+        later_turn = bool(self._num_turns)
         try:
             if images is not None:
                 raise UnsupportedTrainer("the engine cannot take images; use text alone")
             with profiler or nullcontext():
-                completions = self._rollout(prompts, same_weights=later_turn)
+                ran, completions = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:
             failure = error
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
         if not later_turn:
-            agree(self._trainer.accelerator, failure)
-            completions = self._balance.take_back(completions) if self._balance else completions
+            num_tokens = agree(self._trainer.accelerator, failure, num_tokens)
         elif failure is not None:
             raise failure
-        log_rollout(self._trainer, self.engine.stats)
+        self._watch.rolled_out(ran, completions, num_tokens)
+        if self._balance and not later_turn:
+            completions = self._balance.take_back(completions)
         completion_ids = [completion.token_ids for completion in completions]
         logprobs = [[[value] for value in completion.logprobs] for completion in completions]
         scored_ids = None
@@ -221,12 +226,14 @@ class RolloutGenerator:
             show_plan=show_plan,
         )
         self._undo_exact = _nothing
-        if self.config.exact:
-            try:
+        try:
+            if self.config.exact:
                 self._undo_exact = prepare_trainer(model, self.engine.worker.narrow)
-            except BaseException:
-                self.engine.close()
-                raise
+            self._watch = Watch(trainer, self.engine)
+        except BaseException:
+            self._undo_exact()
+            self.engine.close()
+            raise
         self._trainer, self._settings = trainer, settings_of(trainer)
         self._seam = find_seam(trainer)
         self._balance = None
@@ -245,7 +252,10 @@ class RolloutGenerator:
         self._before[name] = vars(self._trainer).get(name, _MISSING)
         setattr(self._trainer, name, value)
 
-    def _rollout(self, prompts: list[list[int]], *, same_weights: bool) -> list[Completion]:
+    def _rollout(
+        self, prompts: list[list[int]], *, same_weights: bool
+    ) -> tuple[list[list[int]], list[Completion]]:
+        """Generate these rows, or those that other ranks have left to this one instead."""
         self._announced = announce(self._settings, self._announced)
         seeds = self._row_seeds(len(prompts))
         if self._balance and not same_weights:
@@ -253,10 +263,12 @@ class RolloutGenerator:
         sampling = [self._sampling(prompt) for prompt in prompts]
         # Weights change in ways that no callback tells of: averaged ones swapped in for an
         # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
-        completions = self.engine.generate(prompts, sampling, seeds, same_weights=same_weights)
+        most_tokens = max((how.max_new_tokens for how in sampling), default=0)
+        with self._watch.rollout(len(prompts), most_tokens):
+            completions = self.engine.generate(prompts, sampling, seeds, same_weights=same_weights)
         if self._num_turns is not None:
             self._num_turns += 1
-        return completions
+        return prompts, completions
 
     def _share_version(self, generate: Any, *batch: Any) -> Any:
         """Run the trainer's own method that makes all rollouts of a batch, on the same weights.
@@ -274,7 +286,7 @@ class RolloutGenerator:
         """Leave the memory to the trainer until the next rollout, unless told to keep it."""
         if self.config.kv_keep == "rollout" and not self.engine.asleep:
             self.engine.sleep()
-            log_sleep(self._trainer, self.engine.stats)
+        self._watch.rested()
 
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
         """The trainer's settings, clipped to what the row can hold as vLLM does."""

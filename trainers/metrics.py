@@ -6,6 +6,7 @@ it to W&B, TensorBoard or trackio with its other metrics.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,41 +17,70 @@ _SAMPLED_ROWS = 2
 _BUCKETS = {"0-1K": (0, 1024), "1-4K": (1024, 4096), "4-16K": (4096, 16384), "16K+": (16384, None)}
 
 
-def log_rollout(trainer: Any, stats: RolloutStats) -> None:
-    """Log what one rollout did. Pages are those of its tightest moment.
+def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
+    """What one rollout did. Pages are those of its tightest moment.
 
     Args:
-        trainer: The TRL trainer that asked for it.
         stats: Its counts and times.
+
+    Returns:
+        Metrics by name: tokens and rows as counts, `finished/` as shares of the rows.
     """
-    _append(trainer, "rollout/generated_tok_s", stats.tokens_per_s)
-    _append(trainer, "rollout/duration_s", stats.duration_s)
-    _append(trainer, "rollout/kv_pages_used", stats.peak_pages)
-    _append(trainer, "rollout/kv_pages_shared", stats.peak_shared_pages)
-    _append(trainer, "rollout/kv_pages_free", stats.least_free_pages or 0)
-    _append(trainer, "rollout/preemptions", stats.preemptions)
-    _append(trainer, "rollout/offloaded_gib", stats.offloaded_bytes / 2**30)
-    _append(trainer, "rollout/rows_live", stats.rows_live)
-    _append(trainer, "rollout/prefix_hit_rate", stats.prefix_hit_rate)
-    _append(trainer, "rollout/policy_version", stats.policy_version)
-    _append(trainer, "rollout/kv_mapped_gib", stats.mapped_bytes / 2**30)
-    _append(trainer, "rollout/released_gib", stats.released_bytes / 2**30)
-    _append(trainer, "rollout/wake_ms", stats.wake_s * 1e3)
+    found = {
+        "rollout/generated_tok_s": stats.tokens_per_s,
+        "rollout/duration_s": stats.duration_s,
+        "rollout/kv_pages_used": stats.peak_pages,
+        "rollout/kv_pages_shared": stats.peak_shared_pages,
+        "rollout/kv_pages_free": stats.least_free_pages or 0,
+        "rollout/preemptions": stats.preemptions,
+        "rollout/offloaded_gib": stats.offloaded_bytes / 2**30,
+        "rollout/rows_live": stats.rows_live,
+        "rollout/overrun_rows": stats.overrun_tokens,
+        "rollout/prefix_hit_rate": stats.prefix_hit_rate,
+        "rollout/policy_version": stats.policy_version,
+        "rollout/graphs_captured": stats.captured_graphs,
+        "rollout/kv_mapped_gib": stats.mapped_bytes / 2**30,
+        "rollout/released_gib": stats.released_bytes / 2**30,
+        "rollout/wake_ms": stats.wake_s * 1e3,
+    }
     if stats.cast_bytes:
-        _append(trainer, "rollout/cast_weights_gib", stats.cast_bytes / 2**30)
-        _append(trainer, "rollout/cast_weights_ms", stats.cast_s * 1e3)
-    for name, share in stats.device.items():
-        _append(trainer, f"rollout/{name}", share)
+        found["rollout/cast_weights_gib"] = stats.cast_bytes / 2**30
+        found["rollout/cast_weights_ms"] = stats.cast_s * 1e3
+    found |= {f"rollout/{name}": share for name, share in stats.device.items()}
+    return found | _length_metrics(stats)
 
 
-def log_sleep(trainer: Any, stats: RolloutStats) -> None:
-    """Log how long it took to give the memory back after a rollout.
+def _length_metrics(stats: RolloutStats) -> dict[str, float]:
+    if not stats.lengths:
+        return {}
+    median, p95 = np.percentile(stats.lengths, [50, 95])
+    stopped = stats.num_stopped / len(stats.lengths)
+    return {
+        "rollout/length/mean": float(np.mean(stats.lengths)),
+        "rollout/length/p50": float(median),
+        "rollout/length/p95": float(p95),
+        "rollout/length/max": max(stats.lengths),
+        "rollout/finished/stop": stopped,
+        "rollout/finished/length": 1 - stopped,
+    }
 
-    Args:
-        trainer: The TRL trainer that asked for it.
-        stats: Its counts and times.
-    """
-    _append(trainer, "rollout/sleep_ms", stats.sleep_s * 1e3)
+
+def time_metrics(stats: RolloutStats) -> dict[str, float]:
+    """Where a rollout's time went, as shares that add up to 1; `Attribution` defines them."""
+    return {f"rollout/time/{part}": share for part, share in stats.time_shares.items()}
+
+
+def summary(stats: RolloutStats) -> str:
+    """One line on a rollout."""
+    lengths = stats.lengths or [0]
+    shares = sorted(stats.time_shares.items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{part} {share:.0%}" for part, share in shares[:4] if share >= 0.005)
+    return (
+        f"rollout of {len(stats.lengths)} rows under policy version {stats.policy_version}: "
+        f"{stats.generated_tokens:,} tokens in {stats.duration_s:.2f} s "
+        f"({stats.tokens_per_s:,.0f} tok/s), {sum(lengths) / len(lengths):,.0f} a row, "
+        f"{max(lengths):,} at most, {stats.num_stopped} ended by EOS; time: {largest}"
+    )
 
 
 def gap_metrics(trainer: Any, scored: dict[str, Any], *, sample: bool) -> dict[str, float]:
@@ -129,16 +159,12 @@ def _trainers_logps(trainer: Any, scored: dict[str, Any]) -> Tensor:
 
 
 def log_metrics(trainer: Any, found: dict[str, float]) -> None:
-    """Log what `gap_metrics` found.
+    """Log numbers with the trainer's next ones, as training's or evaluation's.
 
     Args:
         trainer: The TRL trainer.
         found: Metrics by name.
     """
-    for name, value in found.items():
-        _append(trainer, name, value)
-
-
-def _append(trainer: Any, name: str, value: float) -> None:
     mode = "train" if trainer.model.training else "eval"
-    trainer._metrics[mode][name].append(value)
+    for name, value in found.items():
+        trainer._metrics[mode][name].append(value)

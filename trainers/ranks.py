@@ -12,24 +12,29 @@ from rollout.order import Lengths, digest
 from rollout.request import Completion
 
 
-def agree(accelerator: Any, failure: Exception | None) -> None:
+def agree(accelerator: Any, failure: Exception | None, num_tokens: int) -> int:
     """Raise on every rank if any has failed, so that none waits for another for ever.
 
     Args:
         accelerator: The trainer's.
         failure: Of this rank.
+        num_tokens: That this rank has generated.
+
+    Returns:
+        The tokens of all ranks.
 
     Raises:
         RolloutError: Another rank has failed. `failure` itself, where there is one.
     """
     num_failed = int(failure is not None)
     if accelerator.num_processes > 1:
-        failed = torch.tensor(float(num_failed), device=accelerator.device)
-        num_failed = int(accelerator.reduce(failed, reduction="sum"))
+        own = torch.tensor([num_failed, num_tokens], device=accelerator.device)
+        num_failed, num_tokens = accelerator.reduce(own, reduction="sum").tolist()
     if failure is not None:
         raise failure
     if num_failed:
         raise RolloutError(f"the rollout failed on {num_failed} other rank(s); see their errors")
+    return num_tokens
 
 
 class Group(NamedTuple):

@@ -1,0 +1,102 @@
+"""When the device reached which point of a batch, read once the host knows that it has.
+
+On a GPU a stamp is a CUDA event that keeps the time. Recording one costs the host a microsecond;
+reading two that have been reached waits for nothing.
+"""
+
+import time
+from typing import Any
+
+import torch
+
+from rollout.attribution import BatchTimes
+
+
+class HostStamp:
+    """A CUDA event's stand-in on a CPU, where what has been queued is done."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: Any) -> None:
+        """Keep the time."""
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, later: "HostStamp") -> float:
+        """Milliseconds until `later`, as CUDA has it."""
+        return (later._at_s - self._at_s) * 1e3
+
+
+def make_stamp(device: torch.device) -> Any:
+    """A point in a stream, with `record(stream)` and `elapsed_time(later)` in milliseconds."""
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostStamp()
+
+
+class Stamps:
+    """The points of one batch.
+
+    Args:
+        device: Where the model lives.
+
+    Attributes:
+        uploading: On the H2D stream, before its copies.
+        uploaded: There, behind them.
+        started: On the compute stream, once the batch before, its upload and whatever else it
+            relies on are done.
+        prefilled: There, behind its prefill; only recorded where it has one.
+        ended: There, behind its last kernel.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.uploading, self.uploaded = make_stamp(device), make_stamp(device)
+        self.started, self.prefilled = make_stamp(device), make_stamp(device)
+        self.ended = make_stamp(device)
+
+
+class BatchClock:
+    """Reads one batch after the other, in the order in which they ran.
+
+    The stamps of a batch are needed until the next one has been read, by which time its slot has
+    been launched anew. So there is one set more than slots, and they go round.
+
+    Args:
+        device: Where the model lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._spare = Stamps(device)
+        self._last: Stamps | None = None
+
+    def begin(self) -> None:
+        """A rollout begins: what was before its first batch is no gap."""
+        if self._last is not None:
+            self._spare, self._last = self._last, None
+
+    def read(self, stamps: Stamps, *, prefills: bool) -> tuple[BatchTimes, Stamps]:
+        """Times of a batch whose tokens the host has.
+
+        Args:
+            stamps: The batch's.
+            prefills: Whether it had prompt tokens to prefill.
+
+        Returns:
+            The times, and the stamps that its slot records from now on.
+        """
+        decoding = stamps.prefilled if prefills else stamps.started
+        prefill_s = _seconds(stamps.started, stamps.prefilled) if prefills else 0.0
+        gap_s, upload_s = _gap(self._last, stamps) if self._last else (0.0, 0.0)
+        times = BatchTimes(gap_s, upload_s, prefill_s, _seconds(decoding, stamps.ended))
+        free, self._last = self._last or self._spare, stamps
+        return times, free
+
+
+def _gap(before: Stamps, stamps: Stamps) -> tuple[float, float]:
+    """Seconds between two batches, and those of them in which the second was being uploaded."""
+    gap_s = max(0.0, _seconds(before.ended, stamps.started))
+    began_s = max(0.0, _seconds(before.ended, stamps.uploading))
+    arrived_s = min(gap_s, _seconds(before.ended, stamps.uploaded))
+    return gap_s, max(0.0, arrived_s - began_s)
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,100 @@
+"""What tokens cost at least, and what share of a GPU that is."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rollout.cost import Cost, contexts, peak_operations
+from rollout.twin import Twin
+from trainers import utilisation
+from trainers.utilisation import Utilisation
+
+
+def cost_of(model):
+    return Cost.of(model, Twin(model).kv_layout(page_tokens=1).page_bytes)
+
+
+def test_each_new_token_reads_its_row_so_far():
+    assert contexts([50, 50], [3, 1]) == (50 + 51 + 52) + 50
+    assert contexts([7], [0]) == contexts([], []) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_of_products_are_those_that_torch_counts(family, tied):
+    model = tiny.build(family, tie_word_embeddings=tied)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(torch.ones(1, 10, dtype=torch.int64))
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counted.items() if "mm" in str(op) and "bmm" not in str(op))
+    # Products alone: norms have one operation a weight, and no product.
+    assert cost_of(model).operations(10, 0) == products
+
+
+def test_attention_is_four_operations_a_head_dimension():
+    cost = cost_of(tiny.build("qwen3"))
+    assert cost.operations(0, 10) == 10 * 3 * 4 * 4 * 16  # layers, 4, heads, head size
+    assert cost_of(tiny.build("llama")).context_operations == 3 * 4 * 48
+
+
+def test_a_token_meets_its_own_experts_and_a_step_reads_all():
+    dense, sparse = tiny.build("qwen3"), tiny.build("qwen3_moe")
+    one = sum(p.numel() for name, p in sparse.named_parameters() if "expert" in name) // 4
+    others = sum(p.numel() for name, p in sparse.named_parameters() if "expert" not in name)
+    vectors = sum(p.numel() for p in sparse.parameters() if p.dim() == 1)
+    embedding = sparse.get_input_embeddings().weight.numel()
+    met = others + 2 * one - vectors - embedding
+    assert cost_of(sparse).token_operations == 2 * met
+    assert cost_of(sparse).weight_bytes == 4 * (others + 4 * one - embedding)
+    assert cost_of(dense).decode_bytes(3, 5) == 3 * cost_of(dense).weight_bytes + 5 * 2 * 3 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 9090", None),
+        ("Tesla V100", None),
+    ],
+)
+def test_peaks_are_found_by_whole_names(name, peak):
+    assert peak_operations(name) == peak
+
+
+def engine_on(device):
+    cost = Cost(weight_bytes=1000, kv_token_bytes=10, token_operations=7, context_operations=3)
+    worker = SimpleNamespace(device=torch.device(device), cost=lambda: cost)
+    return SimpleNamespace(worker=worker)
+
+
+STATS = SimpleNamespace(engine_steps=4, duration_s=2.0)
+PROMPTS, LENGTHS = [[1, 2, 3], [1, 2, 3], [9]], [2, 3, 1]
+
+
+def test_a_gpus_shares_are_what_was_needed_over_what_it_could(monkeypatch):
+    monkeypatch.setattr(utilisation, "copy_bandwidth", lambda source, target: 1e4)
+    monkeypatch.setattr(utilisation, "peak_operations", lambda name: 500.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    found = Utilisation(engine_on("cuda")).metrics(STATS, PROMPTS, LENGTHS)
+    read = (3 + 4) + (3 + 4 + 5) + 1
+    assert found["rollout/mbu"] == pytest.approx((4 * 1000 + read * 10) / 1e4 / 2)
+    # The shared prompt's first two tokens once, which attend to 1 + 2.
+    assert found["rollout/mfu"] == pytest.approx(((6 + 2) * 7 + (read + 3) * 3) / 500 / 2)
+    monkeypatch.setattr(utilisation, "peak_operations", lambda name: None)
+    found = Utilisation(engine_on("cuda")).metrics(STATS, PROMPTS, LENGTHS)
+    assert list(found) == ["rollout/mbu"]
+
+
+def test_a_cpu_has_none():
+    assert Utilisation(engine_on("cpu")).metrics(STATS, PROMPTS, LENGTHS) == {}

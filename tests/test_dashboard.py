@@ -1,0 +1,88 @@
+"""`python -m trainers.dashboard`."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+
+from rollout import ConfigError
+from rollout.attribution import PARTS
+from trainers import dashboard
+
+
+def test_the_layout_is_written_without_wandb_or_torch(tmp_path):
+    path = tmp_path / "panels.json"
+    code = (
+        "import sys; from trainers.dashboard import main; "
+        f"main(['--json', {str(path)!r}]); print({{'wandb', 'torch', 'trl'}} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+    sections = json.loads(path.read_text())["sections"]
+    assert [section["name"] for section in sections] == list(dashboard.SECTIONS)
+    names = [y for section in sections for panel in section["panels"] for y in panel["y"]]
+    assert all(name.startswith(("train/rollout/", "train/sampling/")) for name in names)
+    assert {f"train/rollout/time/{part}" for part in PARTS} <= set(names)
+    assert {panel["x"] for section in sections for panel in section["panels"]} == {dashboard.X}
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    with pytest.raises(ConfigError, match=r"pip install 'twinslot\[dashboard\]'; --json FILE"):
+        dashboard.main(["--project", "mine"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--project", "mine", "--json", "file"]])
+def test_it_goes_to_a_project_or_a_file(arguments, capsys):
+    with pytest.raises(SystemExit):
+        dashboard.main(arguments)
+    assert "--project" in capsys.readouterr().err
+
+
+@dataclass
+class LinePlot:
+    title: str
+    x: str
+    y: list[str]
+
+
+@dataclass
+class Section:
+    name: str
+    panels: list[LinePlot]
+    is_open: bool
+
+
+@dataclass
+class Workspace:
+    entity: str
+    project: str
+    name: str
+    sections: list[Section]
+    url: str = "https://wandb.example/mine"
+
+    def save(self):
+        SAVED.append(self)
+        return self
+
+
+SAVED: list[Workspace] = []
+
+
+def test_every_panel_is_laid_out_in_the_project(monkeypatch, capsys):
+    home, reports, spaces = (ModuleType(name) for name in ("w", "reports", "workspaces"))
+    version = ModuleType("v2")
+    version.LinePlot, spaces.Section, spaces.Workspace = LinePlot, Section, Workspace
+    modules = {"": home, ".reports": reports, ".reports.v2": version, ".workspaces": spaces}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"wandb_workspaces{name}", module)
+    dashboard.main(["--project", "mine", "--entity", "me"])
+    assert capsys.readouterr().out.strip() == "https://wandb.example/mine"
+    (saved,) = SAVED
+    assert (saved.entity, saved.project) == ("me", "mine")
+    titles = {section.name: [p.title for p in section.panels] for section in saved.sections}
+    assert titles == {name: list(panels) for name, panels in dashboard.SECTIONS.items()}

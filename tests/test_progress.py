@@ -1,0 +1,93 @@
+"""What a training says on the terminal about its rollouts."""
+
+import logging
+import sys
+from dataclasses import replace
+
+import pytest
+import tiny
+import trl_trainer
+
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from trainers.progress import progress, shows_progress
+
+
+class Terminal:
+    """Standard error, which is a terminal or is none."""
+
+    def __init__(self, is_terminal):
+        self.text, self._is_terminal = "", is_terminal
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return self._is_terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "trainers_bar", "own_bar", "main", "shown"),
+    [
+        (True, True, False, True, True),
+        (False, True, False, True, False),
+        (True, False, False, True, False),
+        (True, True, True, True, False),
+        (True, True, False, False, False),
+    ],
+)
+def test_it_is_shown_where_somebody_looks(
+    tmp_path, monkeypatch, terminal, trainers_bar, own_bar, main, shown
+):
+    trainer = trl_trainer.build(tmp_path, disable_tqdm=not trainers_bar)
+    config = replace(trl_trainer.ENGINE, progress_bar=own_bar)
+    generator = trl_trainer.attach(trainer, config)
+    monkeypatch.setattr(sys, "stderr", Terminal(terminal))
+    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", main)
+    assert shows_progress(trainer, generator.engine) is shown
+
+
+def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
+    screen = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    sampling = [SamplingParams(max_new_tokens=5 + 4 * i) for i in range(6)]
+    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=3, page_tokens=4)) as engine:
+        with progress(engine, 6, 25):
+            engine.generate(tiny.prompts(6), sampling)
+        assert "step" not in vars(engine)
+    shown = [line for line in screen.text.split("\r") if "tok/s" in line]
+    first = next(line for line in shown if "1/6" in line)
+    assert " live" in first
+    assert "to the end" not in first  # rows wait, so nobody knows
+    assert "6/6" in shown[-1]
+    assert "0 live" in shown[-1]
+    assert "at most 00:0" in shown[-1]
+    assert screen.text.endswith("\r")  # and is cleared
+
+
+def test_a_training_draws_it_where_it_draws_its_own(tmp_path, monkeypatch):
+    screen = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    trainer = trl_trainer.build(tmp_path, max_steps=1, disable_tqdm=False)
+    trl_trainer.attach(trainer)
+    trainer.train()
+    assert "rollout: 100%" in screen.text
+    assert "8/8" in screen.text
+
+
+def test_a_healthy_training_says_one_line_a_rollout_and_warns_of_nothing(tmp_path, caplog):
+    trainer = trl_trainer.build(tmp_path, max_steps=2)
+    with caplog.at_level(logging.INFO):
+        trl_trainer.attach(trainer)
+        trainer.train()
+    ours = [r for r in caplog.records if r.name.split(".")[0] in ("rollout", "trainers")]
+    assert not [record for record in ours if record.levelno >= logging.WARNING]
+    lines = [record.getMessage() for record in ours if record.name == "trainers.watch"]
+    assert len(lines) == 2
+    for version, line in enumerate(lines, start=1):
+        assert line.startswith(f"rollout of 8 rows under policy version {version}: ")
+        assert "tok/s" in line
+        assert "compute" in line
+        assert "\n" not in line

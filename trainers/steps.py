@@ -1,0 +1,67 @@
+"""How much of a trainer's steps is spent generating."""
+
+import time
+from typing import Any
+
+from transformers import TrainerCallback
+
+from trainers.metrics import log_metrics
+
+
+class StepClock(TrainerCallback):
+    """Measures steps, and logs on each that generated what its rollouts are to the whole.
+
+    A step lasts from its beginning to the end of the optimizer's, so that logging, saving and
+    evaluating between two of them do not count; steps that train on completions of an earlier one
+    count to the next that generates. In evaluation a step is a batch.
+
+    Args:
+        trainer: The TRL trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._num_processes = trainer.accelerator.num_processes
+        self._began: float | None = None
+        self._step_s = self._rollout_s = 0.0
+        self._num_tokens = 0
+
+    def begin(self) -> None:
+        """A rollout begins, and with it the step, unless that has."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def count(self, num_tokens: int = 0, seconds: float = 0.0) -> None:
+        """Count of a rollout tokens of all processes, or seconds of this one."""
+        self._num_tokens += num_tokens
+        self._rollout_s += seconds
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Begin a training step."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """End it."""
+        self._end()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """End a batch of an evaluation."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._began is None:
+            return
+        self._step_s += time.perf_counter() - self._began
+        self._began = None
+        if self._num_tokens:
+            log_metrics(self._trainer, self._metrics())
+            self._step_s, self._rollout_s, self._num_tokens = 0.0, 0.0, 0
+
+    def _metrics(self) -> dict[str, float]:
+        """Tokens of all processes over a step's seconds, and the rollouts' share of those."""
+        tokens_per_s = self._num_tokens / self._step_s
+        return {
+            "rollout/effective_tok_s": tokens_per_s,
+            "rollout/tok_s_per_gpu": tokens_per_s / self._num_processes,
+            "rollout/step_share": self._rollout_s / self._step_s,
+        }

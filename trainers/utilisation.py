@@ -1,0 +1,61 @@
+"""What share of a GPU's bandwidth and of its operations a rollout has used."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rollout.cost import contexts, peak_operations
+from rollout.doctor import copy_bandwidth
+from rollout.engine import RolloutEngine
+from rollout.telemetry import RolloutStats
+
+
+class Utilisation:
+    """Bytes and operations that a rollout needed at least, over what the GPU could have done.
+
+    mbu: `engine_steps * weight_bytes + contexts * kv_token_bytes` over the rollout's seconds and
+        the bandwidth of a copy on this GPU, read and write counted, which is measured once, when
+        this is made: before the engine has taken its memory. `contexts` are the tokens that each
+        new token attends to, summed.
+    mfu: `token_operations` of every new token and of each different prompt's, and the operations of
+        their attention, over the seconds and the GPU's dense bf16 peak by its data sheet. There is
+        none for a GPU that `cost.peak_operations` does not know.
+
+    What was computed twice or for nothing does not count, nor do experts that a token is not sent
+    to. On a CPU there are neither.
+
+    Args:
+        engine: The engine, which has not run yet.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._bandwidth = self._peak = None
+        device = engine.worker.device
+        if device.type == "cuda":
+            self._cost = engine.worker.cost()
+            self._bandwidth = copy_bandwidth("cuda", "cuda")
+            self._peak = peak_operations(torch.cuda.get_device_name(device))
+
+    def metrics(
+        self, stats: RolloutStats, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> dict[str, float]:
+        """Shares of one rollout, from 0 to 1, by name.
+
+        Args:
+            stats: Its counts and times.
+            prompts: Token ids of each row.
+            lengths: New tokens of each row.
+        """
+        read = contexts([len(prompt) for prompt in prompts], lengths)
+        found = {}
+        if self._bandwidth and stats.duration_s:
+            moved = self._cost.decode_bytes(stats.engine_steps, read)
+            found["rollout/mbu"] = moved / self._bandwidth / stats.duration_s
+        if self._peak and stats.duration_s:
+            # The last token of a prompt is the input of the row's first decode step.
+            prefilled = [len(prompt) - 1 for prompt in set(map(tuple, prompts))]
+            num_tokens = sum(lengths) + sum(prefilled)
+            attended = read + sum(n * (n + 1) // 2 for n in prefilled)
+            ran = self._cost.operations(num_tokens, attended)
+            found["rollout/mfu"] = ran / self._peak / stats.duration_s
+        return found
