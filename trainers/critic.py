@@ -28,7 +28,8 @@ class ValueModel(nn.Module):
     def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()
         self.backbone = backbone.requires_grad_(True)
-        self.head = nn.Linear(hidden_size, 1)
+        # Without its random start: the trainer's random numbers stay those of a run without critic.
+        self.head = nn.utils.skip_init(nn.Linear, hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
