@@ -1,6 +1,7 @@
 """PPO on stock TRL: what it hands to the policy's loss, to the critic, and to the logs."""
 
 import inspect
+from dataclasses import fields
 from statistics import mean
 
 import pytest
@@ -286,6 +287,15 @@ def test_former_arguments_are_answered_by_todays(name):
 @pytest.mark.parametrize("name", ["value_clip", "max_completion_length", "epsilon"])
 def test_todays_arguments_exist(name):
     assert name in inspect.signature(RolloutPPOConfig).parameters
+
+
+def test_arguments_have_help_on_a_command_line_and_grpos_keep_theirs():
+    texts = {field.name: field.metadata.get("help") for field in fields(RolloutPPOConfig)}
+    assert texts["gamma"].startswith("Discount a token.")
+    assert texts["num_generations"].startswith("Completions a prompt")
+    grpos = {field.name: field.metadata.get("help") for field in fields(GRPOConfig)}
+    assert texts["epsilon"] == grpos["epsilon"] is not None
+    assert grpos["num_generations"] != texts["num_generations"]
 
 
 @pytest.mark.parametrize(
