@@ -9,6 +9,7 @@ import run_length
 import tiny
 import torch
 import trl_trainer
+from peft import LoraConfig
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -41,6 +42,7 @@ def often_stopping():
 def build(tmp_path, kind=RolloutPPOTrainer, config=RolloutPPOConfig, **changes):
     """A trainer on the CPU; `changes` are arguments of its config and of its own."""
     own = ("value_model", "model", "reward_funcs", "processing_class", "train_dataset")
+    own += ("peft_config",)
     given = {name: changes.pop(name) for name in own if name in changes}
     if issubclass(kind, RolloutPPOTrainer | RolloutGRPOTrainer):
         given["rollout"] = RolloutConfig(max_rows=64, page_tokens=4)
@@ -276,6 +278,33 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
     assert torch.equal(weights(resumed.model), weights(whole.model))
     assert torch.equal(weights(resumed.critic.model), weights(whole.critic.model))
+
+
+def test_adapters_learn_beside_a_critic_that_has_none(tmp_path):
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = build(tmp_path, peft_config=lora)
+    policy, critic = weights(trainer.model), weights(trainer.critic.model)
+    assert not any("lora" in name for name, _ in trainer.critic.model.named_parameters())
+    trainer.train()
+    assert not torch.equal(weights(trainer.model), policy)
+    assert not torch.equal(weights(trainer.critic.model), critic)
+
+
+def test_accumulated_gradients_make_the_same_step(tmp_path):
+    """One batch of eight rows, or four of two: one rollout, and one update of each model."""
+    found = []
+    for rows, pieces in ((8, 1), (2, 4)):
+        trainer = build(
+            tmp_path,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=pieces,
+            optim="sgd",  # Adam would divide rounding by rounding
+            max_steps=1,
+        )
+        trainer.train()
+        found.append((weights(trainer.model), weights(trainer.critic.model)))
+    for one, four in zip(*found, strict=True):
+        torch.testing.assert_close(four, one, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", RENAMED)
