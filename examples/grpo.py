@@ -61,8 +61,10 @@ class RewardBar(ProgressCallback):
             self.training_bar.set_postfix(reward=f"{logs['reward']:.3f}")
 
 
-def build_trainer(script: ScriptArguments, args: GRPOConfig) -> GRPOTrainer:
-    """A stock TRL trainer: nothing here knows about the engine."""
+def build_trainer(
+    script: ScriptArguments, args: GRPOConfig, trainer_class: type[GRPOTrainer]
+) -> GRPOTrainer:
+    """A trainer as TRL has it: nothing here knows about the engine."""
     model: Any = script.model
     tokenizer = None
     if model is None:
@@ -73,7 +75,7 @@ def build_trainer(script: ScriptArguments, args: GRPOConfig) -> GRPOTrainer:
         dataset, reward = run_length.build_dataset(args.seed), run_length.reward
     else:
         dataset, reward = load_dataset(script.dataset, split="train"), accuracy_reward
-    trainer = GRPOTrainer(
+    trainer = trainer_class(
         model=model,
         reward_funcs=reward,
         args=args,
@@ -95,7 +97,7 @@ def summarise(trainer: GRPOTrainer) -> float:
 
     rewards, runtime = values("reward"), values("train_runtime")[0]
     first, last = mean(rewards[:WINDOW]), mean(rewards[-WINDOW:])
-    table = Table(title="GRPO", show_header=False)
+    table = Table(title=trainer._name, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row(f"mean reward, first {WINDOW} steps", f"{first:.3f}")
@@ -106,6 +108,9 @@ def summarise(trainer: GRPOTrainer) -> float:
         table.add_row("share of time generating", f"{generating:.0%}")
         gaps, largest = values("rollout/logp_gap"), max(values("rollout/logp_gap_max"))
         table.add_row("|Δlogp| to the trainer", f"{mean(gaps):.1e}, {largest:.1e} at most")
+    if values("value/explained_variance"):
+        explained = mean(values("value/explained_variance")[-WINDOW:])
+        table.add_row(f"variance explained by the critic, last {WINDOW}", f"{explained:.2f}")
     table.add_row("training time", f"{runtime:.0f} s")
     if wandb.run is not None:
         table.add_row("W&B run folder", os.path.relpath(os.path.dirname(wandb.run.dir)))
@@ -113,12 +118,14 @@ def summarise(trainer: GRPOTrainer) -> float:
     return last - first
 
 
-def main() -> None:
+def main(
+    trainer_class: type[GRPOTrainer] = GRPOTrainer, config_class: type[GRPOConfig] = GRPOConfig
+) -> None:
     os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; WANDB_MODE=online syncs
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    parser = TrlParser((ScriptArguments, GRPOConfig, RolloutConfig))
+    parser = TrlParser((ScriptArguments, config_class, RolloutConfig))
     script, args, config = parser.parse_args_and_config()
-    trainer = build_trainer(script, args)
+    trainer = build_trainer(script, args, trainer_class)
     if script.rollouts == "engine":
         RolloutGenerator(config).attach(trainer)
     trainer.train()

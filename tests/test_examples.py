@@ -12,8 +12,8 @@ import run_length
 ROOT = Path(__file__).parent.parent
 
 
-def run(tmp_path, *arguments):
-    command = [sys.executable, ROOT / "examples/grpo.py", "--config", ROOT / "examples/demo.yaml"]
+def run(tmp_path, *arguments, script="grpo.py", config="demo.yaml"):
+    command = [sys.executable, ROOT / "examples" / script, "--config", ROOT / "examples" / config]
     command += ["--max_steps", "3", "--per_device_train_batch_size", "16", *arguments]
     command += ["--output_dir", tmp_path / "outputs"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
@@ -47,6 +47,15 @@ def test_the_demo_prints_its_table_and_leaves_a_wandb_run(tmp_path):
         assert re.search(rf"{row}.*│ +\S+", result.stdout), result.stdout
     folder = re.search(r"(wandb/offline-run-\S+)", result.stdout)[1]
     assert list((tmp_path / folder).glob("*.wandb"))
+    assert "3/3" in result.stderr
+
+
+def test_ppo_prints_its_table_too(tmp_path):
+    arguments = ("--required_gain", "-1", "--report_to", "none", "--value_epochs", "2")
+    result = run(tmp_path, *arguments, script="ppo.py", config="demo_ppo.yaml")
+    assert result.returncode == 0, result.stderr
+    for row in ("PPO", "last 10 steps", "tokens/s", "explained by the critic"):
+        assert row in result.stdout
     assert "3/3" in result.stderr
 
 

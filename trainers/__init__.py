@@ -12,10 +12,24 @@ from trainers.arguments import add_help
 if TYPE_CHECKING:
     from trainers.generator import RolloutGenerator
     from trainers.grpo import RolloutGRPOTrainer
+    from trainers.ppo import PPOTrainer, RolloutPPOTrainer
+    from trainers.ppo_config import RolloutPPOConfig
 
-__all__ = ["RolloutGRPOTrainer", "RolloutGenerator"]
+__all__ = [
+    "PPOTrainer",
+    "RolloutGRPOTrainer",
+    "RolloutGenerator",
+    "RolloutPPOConfig",
+    "RolloutPPOTrainer",
+]
 
-_HOMES = {"RolloutGRPOTrainer": "grpo", "RolloutGenerator": "generator"}
+_HOMES = {
+    "PPOTrainer": "ppo",
+    "RolloutGRPOTrainer": "grpo",
+    "RolloutGenerator": "generator",
+    "RolloutPPOConfig": "ppo_config",
+    "RolloutPPOTrainer": "ppo",
+}
 
 add_help(RolloutConfig)
 

@@ -1,4 +1,4 @@
-"""Help texts for RolloutConfig's arguments on a command line, from the docstrings of its fields."""
+"""Help texts for a config's arguments on a command line, from the docstrings of its fields."""
 
 import ast
 import inspect
@@ -22,8 +22,9 @@ def add_help(config: type[Any]) -> None:
         return
     texts = _docstrings(source)
     for field in fields(config):
-        metadata = {**field.metadata, "help": texts.get(field.name)}
-        field.metadata = MappingProxyType(metadata)
+        if field.name in texts:  # and not one of a class that it extends
+            metadata = {**field.metadata, "help": texts[field.name]}
+            field.metadata = MappingProxyType(metadata)
 
 
 def _docstrings(source: str) -> dict[str, str]:

@@ -1,0 +1,388 @@
+"""PPO on stock TRL: what it hands to the policy's loss, to the critic, and to the logs."""
+
+import inspect
+from dataclasses import fields
+from statistics import mean
+
+import pytest
+import run_length
+import tiny
+import torch
+import trl_trainer
+from peft import LoraConfig
+from transformers.trainer_callback import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from rollout import RolloutConfig, UnsupportedTrainer
+from trainers import PPOTrainer, RolloutGRPOTrainer, RolloutPPOConfig, RolloutPPOTrainer
+from trainers.ppo_config import RENAMED
+
+
+class Constant(torch.nn.Module):
+    """Says the same of every state; a critic that is not to learn needs a learning rate of 0."""
+
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.tensor(value))
+
+    def forward(self, input_ids, attention_mask, num_values):
+        return self.value.expand(len(input_ids), num_values)
+
+
+STOPS = [tiny.EOS, *range(20, 30)]
+
+
+def often_stopping():
+    """A model of which about a fifth of the tokens end a completion."""
+    model = tiny.build()
+    model.generation_config.eos_token_id = STOPS
+    return model
+
+
+def build(tmp_path, kind=RolloutPPOTrainer, config=RolloutPPOConfig, **changes):
+    """A trainer on the CPU; `changes` are arguments of its config and of its own."""
+    own = ("value_model", "model", "reward_funcs", "processing_class", "train_dataset")
+    own += ("peft_config",)
+    given = {name: changes.pop(name) for name in own if name in changes}
+    if issubclass(kind, RolloutPPOTrainer | RolloutGRPOTrainer):
+        given["rollout"] = RolloutConfig(max_rows=64, page_tokens=4)
+    arguments = {**trl_trainer.ARGUMENTS, "output_dir": str(tmp_path), **changes}
+    defaults = {
+        "model": often_stopping(),
+        "reward_funcs": trl_trainer.reward,
+        "train_dataset": tiny.dataset(),
+        "processing_class": tiny.tokenizer(),
+    }
+    trainer = kind(args=config(**arguments), eval_dataset=tiny.dataset(8), **{**defaults, **given})
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def rollouts_of(trainer):
+    """What each rollout handed on: filled while the trainer trains."""
+    score, found = trainer._generate_and_score_completions, []
+
+    def spying(inputs):
+        scored = score(inputs)
+        found.append(dict(scored))
+        return scored
+
+    trainer._generate_and_score_completions = spying
+    return found
+
+
+def weights(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def test_it_trains_on_the_engines_rollouts_and_logs_what_they_were_worth(tmp_path):
+    trainer = build(tmp_path, value_epochs=2, value_clip=0.2)
+    trainer.model.generate = None  # which TRL would call without the engine
+    policy, critic = weights(trainer.model), weights(trainer.critic.model)
+    trainer.train()
+    assert not torch.equal(weights(trainer.model), policy)
+    assert not torch.equal(weights(trainer.critic.model), critic)
+    names = "value/loss value/mean value/explained_variance value/clip_ratio value/grad_norm "
+    names += "value/lr returns/mean advantage/mean_raw advantage/std_raw reward entropy "
+    names += "rollout/generated_tok_s rollout/logp_gap"
+    for name in names.split():
+        assert len(trl_trainer.logged(trainer, name)) == 3, name
+    assert trl_trainer.logged(trainer, "value/mean")[0] == 0  # the head is zero at first
+    assert trl_trainer.logged(trainer, "value/lr") == [5e-2] * 3
+    assert not trl_trainer.logged(trainer, "frac_reward_zero_std")
+
+
+def test_evaluation_judges_and_teaches_nobody(tmp_path):
+    trainer = build(tmp_path)
+    critic = weights(trainer.critic.model)
+    logged = trainer.evaluate()
+    assert "eval_value/mean" in logged
+    assert "eval_value/loss" not in logged
+    assert torch.equal(weights(trainer.critic.model), critic)
+
+
+def test_trl_generates_by_itself_for_the_plain_trainer(tmp_path):
+    trainer = build(tmp_path, PPOTrainer)
+    trainer.train()
+    assert len(trl_trainer.logged(trainer, "value/loss")) == 3
+    assert not trl_trainer.logged(trainer, "rollout/generated_tok_s")
+
+
+def test_a_zero_critic_hands_every_token_its_rows_reward(tmp_path):
+    """Injected faults `advantage shifted by one` and `reward on padding` fail here."""
+    fixed = {"value_model": Constant(), "value_learning_rate": 0.0}
+    trainer = build(tmp_path, whiten_advantages=False, **fixed)
+    found = rollouts_of(trainer)
+    trainer.train()
+    for scored in found:
+        ids, mask = scored["completion_ids"], scored["completion_mask"]
+        rows = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+        rewards = torch.tensor(trl_trainer.reward(rows))
+        assert mask.sum() < mask.numel()  # some row is shorter than another
+        torch.testing.assert_close(scored["advantages"], rewards[:, None] * mask)
+
+
+def test_an_advantage_belongs_to_the_state_before_its_token(tmp_path):
+    """With lambda 0: `r_t + V_{t+1} - V_t`, by one plain forward of the critic over each row."""
+    trainer = build(tmp_path, lam=0.0, whiten_advantages=False, max_steps=1)
+    torch.nn.init.normal_(trainer.critic.model.head.weight)
+    model, values = trainer.critic.model, []
+    found = rollouts_of(trainer)
+    learn = trainer.critic.learn
+
+    def told(batch):
+        for row, attention in zip(batch.input_ids, batch.attention_mask, strict=True):
+            ids = row[attention.bool()][None]
+            with torch.no_grad():
+                values.append(model(ids, torch.ones_like(ids), ids.shape[1])[0])
+        return learn(batch)
+
+    trainer.critic.learn = told
+    trainer.train()
+    (scored,) = found
+    for row, value in enumerate(values):
+        count = int(scored["completion_mask"][row].sum())
+        before, after = value[-count - 1 : -1], value[-count:].clone()
+        after[-1] = trl_trainer.reward([scored["completion_ids"][row, :count].tolist()])[0]
+        found_here = scored["advantages"][row, :count]
+        torch.testing.assert_close(found_here, after - before, atol=1e-4, rtol=1e-4)
+
+
+def test_advantages_are_whitened_over_the_rollout(tmp_path):
+    trainer = build(tmp_path)
+    found = rollouts_of(trainer)
+    trainer.train()
+    for scored in found:
+        kept = scored["advantages"][scored["completion_mask"].bool()]
+        assert kept.mean().abs() < 1e-5
+        assert kept.var(correction=0).item() == pytest.approx(1, abs=1e-3)
+
+
+def gradient(trainer, scored):
+    trainer.model.train()
+    trainer.model.zero_grad()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._compute_loss(trainer.model, scored).backward()
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+
+def test_a_critic_that_knows_the_groups_mean_is_grpo_without_scaling(tmp_path):
+    """One group, gamma = lambda = 1, no whitening: the same gradient of the policy."""
+    shared = {"num_generations": 8, "max_steps": 1, "beta": 0.0}
+    plain = build(tmp_path, RolloutGRPOTrainer, GRPOConfig, scale_rewards="none", **shared)
+    found = rollouts_of(plain)
+    plain.train()
+    average = trl_trainer.logged(plain, "reward")[0]
+    critic = Constant(average)
+    ours = build(tmp_path, value_model=critic, whiten_advantages=False, **shared)
+    judged = rollouts_of(ours)
+    ours.train()
+    assert torch.equal(found[0]["completion_ids"], judged[0]["completion_ids"])
+    fresh = build(tmp_path, PPOTrainer)
+    wanted, got = (gradient(fresh, batch[0]) for batch in (found, judged))
+    assert wanted.abs().max() > 1e-4
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_what_a_tool_wrote_moves_neither_policy_nor_critic(tmp_path):
+    """Masked tokens get no gradient, whatever their advantage would be."""
+    trainer = build(tmp_path, PPOTrainer, max_steps=1)
+    found = rollouts_of(trainer)
+    trainer.train()
+    scored = found[0]
+    scored["tool_mask"] = torch.ones_like(scored["completion_mask"])
+    scored["tool_mask"][:, 2:4] = 0
+    scores, mask = trainer._scores_and_mask(scored)
+    assert len(scores) == 8
+    assert not mask[:, 2:4].any()
+    wanted = gradient(trainer, scored)
+    scored["advantages"] = scored["advantages"] + 1e6 * (mask == 0)
+    assert torch.equal(gradient(trainer, scored), wanted)
+
+
+def test_a_row_that_nobody_could_judge_teaches_nobody(tmp_path):
+    def judge(completion_ids, **columns):
+        return [None, *(2.0**row for row in range(1, len(completion_ids)))]
+
+    trainer = build(tmp_path, reward_funcs=judge, max_steps=1)
+    found = rollouts_of(trainer)
+    trainer.train()
+    assert not found[0]["advantages"][0].any()
+    assert found[0]["advantages"][1:].any(1).all()
+
+
+def test_completions_that_were_cut_off_pay_or_go_on(tmp_path):
+    """With a critic that says 0.5 of every state, and a last reward of 0."""
+    shared = {
+        "value_model": Constant(0.5),
+        "value_learning_rate": 0.0,
+        "reward_funcs": lambda completion_ids, **_: [0.0] * len(completion_ids),
+        "whiten_advantages": False,
+        "max_steps": 1,
+    }
+    ends = {}
+    for name, changes in {
+        "zero": {},
+        "bootstrap": {"truncation_value": "bootstrap"},
+        "penalty": {"missing_eos_penalty": 0.3},
+    }.items():
+        trainer = build(tmp_path, **shared, **changes)
+        found = rollouts_of(trainer)
+        trainer.train()
+        ids, mask = found[0]["completion_ids"], found[0]["completion_mask"]
+        cut_off = mask.all(1) & ~torch.isin(ids[:, -1], torch.tensor(STOPS))
+        assert 0 < cut_off.sum() < 8
+        first = found[0]["advantages"][:, 0]
+        ends[name] = (first[cut_off].unique().tolist(), first[~cut_off].unique().tolist())
+    assert ends["zero"] == ([-0.5], [-0.5])
+    assert ends["bootstrap"] == ([0.0], [-0.5])
+    assert ends["penalty"] == ([pytest.approx(-0.8)], [-0.5])
+
+
+def test_the_policy_stands_still_while_the_critic_warms_up(tmp_path):
+    trainer = build(tmp_path, value_warmup_steps=3)
+    policy, critic = weights(trainer.model), weights(trainer.critic.model)
+    trainer.train()
+    assert torch.equal(weights(trainer.model), policy)
+    assert not torch.equal(weights(trainer.critic.model), critic)
+    trainer = build(tmp_path, value_warmup_steps=2)
+    trainer.train()
+    assert not torch.equal(weights(trainer.model), policy)
+
+
+@pytest.mark.parametrize("kind", [PPOTrainer, RolloutPPOTrainer])
+def test_divergence_is_paid_in_the_reward_and_not_in_the_loss(tmp_path, kind):
+    model, folder = often_stopping(), str(tmp_path / "model")
+    model.save_pretrained(folder)  # where TRL finds the reference
+    model.config._name_or_path = folder
+    arguments = {"kl_coef": 0.5, "whiten_advantages": False, "learning_rate": 1e-3}
+    trainer = build(tmp_path, kind, model=model, value_model=Constant(), **arguments)
+    found = rollouts_of(trainer)
+    trainer.train()
+    divergences = trl_trainer.logged(trainer, "kl")
+    assert divergences[0] == pytest.approx(0, abs=1e-5)
+    assert abs(divergences[-1]) > 1e-4
+    assert len(divergences) == 3  # TRL would log the loss's once more
+    assert trainer.beta == 0.5
+    scored = found[-1]
+    kept = scored["completion_mask"].bool()
+    spread = scored["advantages"][:, 0] - scored["advantages"][:, 1]
+    assert spread[kept[:, 1]].abs().max() > 1e-4  # a price a token
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "value_epochs": 2}
+    whole = build(tmp_path / "whole", **arguments)
+    whole.train()
+    resumed = build(tmp_path / "resumed", **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert torch.equal(weights(resumed.critic.model), weights(whole.critic.model))
+
+
+def test_adapters_learn_beside_a_critic_that_has_none(tmp_path):
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = build(tmp_path, peft_config=lora)
+    policy, critic = weights(trainer.model), weights(trainer.critic.model)
+    assert not any("lora" in name for name, _ in trainer.critic.model.named_parameters())
+    trainer.train()
+    assert not torch.equal(weights(trainer.model), policy)
+    assert not torch.equal(weights(trainer.critic.model), critic)
+
+
+def test_accumulated_gradients_make_the_same_step(tmp_path):
+    """One batch of eight rows, or four of two: one rollout, and one update of each model."""
+    found = []
+    for rows, pieces in ((8, 1), (2, 4)):
+        trainer = build(
+            tmp_path,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=pieces,
+            optim="sgd",  # Adam would divide rounding by rounding
+            max_steps=1,
+        )
+        trainer.train()
+        found.append((weights(trainer.model), weights(trainer.critic.model)))
+    for one, four in zip(*found, strict=True):
+        torch.testing.assert_close(four, one, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_former_arguments_are_answered_by_todays(name):
+    with pytest.raises(TypeError, match=f"no {name}; it is now"):
+        RolloutPPOConfig(**{name: 1})
+
+
+@pytest.mark.parametrize("name", ["value_clip", "max_completion_length", "epsilon"])
+def test_todays_arguments_exist(name):
+    assert name in inspect.signature(RolloutPPOConfig).parameters
+
+
+def test_arguments_have_help_on_a_command_line_and_grpos_keep_theirs():
+    texts = {field.name: field.metadata.get("help") for field in fields(RolloutPPOConfig)}
+    assert texts["gamma"].startswith("Discount a token.")
+    assert texts["num_generations"].startswith("Completions a prompt")
+    grpos = {field.name: field.metadata.get("help") for field in fields(GRPOConfig)}
+    assert texts["epsilon"] == grpos["epsilon"] is not None
+    assert grpos["num_generations"] != texts["num_generations"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kl_coef": 0.1, "beta": 0.2}, "drop one"),
+        ({"kl_estimator": "k4"}, "kl_estimator is 'k4'"),
+        ({"truncation_value": "one"}, "truncation_value is 'one'"),
+        ({"value_warmup_steps": 5, "weight_decay": 0.1}, "weight_decay"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutPPOConfig(**trl_trainer.ARGUMENTS, output_dir=str(tmp_path), **arguments)
+
+
+def test_grpos_arguments_are_not_enough(tmp_path):
+    with pytest.raises(UnsupportedTrainer, match="RolloutPPOConfig"):
+        build(tmp_path, PPOTrainer, GRPOConfig, num_generations=2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_calculate_rewards",
+        "_compute_loss",
+        "_generate_and_score_completions",
+        "_get_per_token_logps_and_entropies",
+        "_load_optimizer_and_scheduler",
+        "_save_checkpoint",
+    ],
+)
+def test_what_is_wrapped_or_called_is_still_there(name):
+    assert callable(getattr(GRPOTrainer, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_seventy_steps_raise_the_reward(tmp_path, seed):
+    """Answers of up to six letters, one completion a prompt."""
+    tokenizer = run_length.build_tokenizer()
+    dataset = run_length.build_dataset(seed=42)
+    trainer = build(
+        tmp_path,
+        model=run_length.build_model(tokenizer, seed=seed),
+        reward_funcs=run_length.reward,
+        train_dataset=dataset.filter(lambda row: len(row["answer"]) <= 6),
+        processing_class=tokenizer,
+        per_device_train_batch_size=64,
+        max_completion_length=8,
+        max_steps=70,
+        learning_rate=2e-3,
+        value_learning_rate=2e-3,
+        value_epochs=2,
+        lr_scheduler_type="constant",
+        seed=seed,
+    )
+    trainer.train()
+    rewards = trl_trainer.logged(trainer, "reward")
+    assert mean(rewards[-10:]) - mean(rewards[:10]) > 0.5
+    assert max(trl_trainer.logged(trainer, "value/explained_variance")) > 0.3
