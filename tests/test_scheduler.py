@@ -277,11 +277,15 @@ def test_256_rows_cost_little_a_step(max_new, stop):
     first = scheduler.schedule(1)
     scheduler.commit(first, tokens, logprobs)
 
-    began = time.process_time()  # this process's own: others may be busy
-    for _ in range(num_steps):
-        batch = scheduler.schedule(1)
-        scheduler.commit(batch, tokens, logprobs)
-    step_ms = 1000 * (time.process_time() - began) / num_steps
+    spent = []
+    for _ in range(8):
+        began = time.process_time()  # this process's own: others may be busy
+        for _ in range(num_steps // 8):
+            batch = scheduler.schedule(1)
+            scheduler.commit(batch, tokens, logprobs)
+        spent.append(time.process_time() - began)
+    # The least: others slow memory down as well, and never make it faster.
+    step_ms = 8000 * min(spent) / num_steps
     assert len(batch.rows) == 256
     print(f"{step_ms:.3f} ms to schedule and commit 256 rows")  # noqa: T201
     assert step_ms < 2
