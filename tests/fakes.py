@@ -1,13 +1,13 @@
 """A model whose rows cannot influence each other, and a device that lags behind the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rollout import RolloutEngine
+from rollout import RolloutConfig, RolloutEngine
 from rollout.forward import Forward
 from rollout.kernels.paged_attention import gather_kv
 from rollout.request import Batch
@@ -71,3 +71,15 @@ def with_lagging_device(engine: RolloutEngine) -> RolloutEngine:
         slot.upload, slot.download = later(slot.upload, slot), later(slot.download, slot)
         slot.wait = partial(waiting, slot, slot.wait)
     return engine
+
+
+ROOM: dict[str, Any] = {"max_rows": 8, "page_tokens": 4, "prefill_tokens": 9}
+
+
+def short_of_pages(model: nn.Module, page_bytes: int) -> Iterator[RolloutEngine]:
+    """Engines in which 8 rows of 30 tokens lose pages: to be computed again, or to the host."""
+    for offload in (0, 100 * page_bytes):
+        tight = RolloutConfig(**ROOM, kv_bytes=22 * page_bytes, offload_bytes=offload)
+        engine = with_history_model(RolloutEngine(model, tight))
+        with with_lagging_device(engine):
+            yield engine

@@ -263,20 +263,14 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened():
     asked = [{"repetition_penalty": 1.3, "frequency_penalty": 0.4}, {"top_k": 5}, *ASKED[5:]]
     sampling = [params(asked[i % len(asked)] | {"eos_token_ids": ()}, 30 + i) for i in range(8)]
     sampling[3] = params({"min_new_tokens": 31, "eos_token_ids": tuple(range(0, 60, 3))}, 33)
-    roomy = RolloutConfig(max_rows=8, page_tokens=4, prefill_tokens=9)
+    roomy = RolloutConfig(**fakes.ROOM)
     with fakes.with_history_model(RolloutEngine(tiny.build(), roomy)) as engine:
         wanted = engine.generate(prompts, sampling)
         assert engine.stats.preemptions == 0
         page_bytes = engine.worker.kv_cache.layout.page_bytes
-    for offload in (0, 100 * page_bytes):
-        tight = RolloutConfig(
-            max_rows=8, page_tokens=4, prefill_tokens=9,
-            kv_bytes=22 * page_bytes, offload_bytes=offload,
-        )  # fmt: skip
-        engine = fakes.with_history_model(RolloutEngine(tiny.build(), tight))
-        with fakes.with_lagging_device(engine):
-            found = engine.generate(prompts, sampling)
-            assert engine.stats.preemptions > 2
+    for engine in fakes.short_of_pages(tiny.build(), page_bytes):
+        found = engine.generate(prompts, sampling)
+        assert engine.stats.preemptions > 2
         assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
         assert [c.logprobs for c in found] == [c.logprobs for c in wanted]
     assert len(wanted[3].token_ids) > 30

@@ -278,6 +278,9 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
     assert torch.equal(weights(resumed.model), weights(whole.model))
     assert torch.equal(weights(resumed.critic.model), weights(whole.critic.model))
+    (tmp_path / "whole/checkpoint-2/critic.pt").unlink()
+    with pytest.raises(UnsupportedTrainer, match=r"checkpoint-2 has no critic\.pt"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
 
 
 def test_adapters_learn_beside_a_critic_that_has_none(tmp_path):

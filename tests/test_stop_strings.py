@@ -259,7 +259,7 @@ def ended(prompts, plain, min_new_tokens=0):
 @pytest.mark.parametrize("min_new_tokens", [0, 14])
 def test_preempted_rows_end_where_they_would_and_overruns_are_dropped(min_new_tokens):
     prompts, model = tiny.prompts(8, seed=3), tiny.build()
-    roomy = RolloutConfig(max_rows=8, page_tokens=4, prefill_tokens=9)
+    roomy = RolloutConfig(**fakes.ROOM)
     with fakes.with_history_model(RolloutEngine(model, roomy)) as engine:
         plain = engine.generate(prompts, SamplingParams(max_new_tokens=30))
         rows = list(ended(prompts, [c.token_ids for c in plain], min_new_tokens))
@@ -267,16 +267,10 @@ def test_preempted_rows_end_where_they_would_and_overruns_are_dropped(min_new_to
         assert [c.token_ids for c in engine.generate(prompts, sampling)] == list(wanted)
         page_bytes = engine.worker.kv_cache.layout.page_bytes
     assert sum(len(ids) < 30 for ids in wanted) >= 4
-    for offload in (0, 100 * page_bytes):
-        tight = RolloutConfig(
-            max_rows=8, page_tokens=4, prefill_tokens=9,
-            kv_bytes=22 * page_bytes, offload_bytes=offload,
-        )  # fmt: skip
-        engine = fakes.with_history_model(RolloutEngine(model, tight))
-        with fakes.with_lagging_device(engine):
-            found = engine.generate(prompts, sampling)
-            assert engine.stats.preemptions > 0
-            assert not engine.scheduler._lanes._stops
+    for engine in fakes.short_of_pages(model, page_bytes):
+        found = engine.generate(prompts, sampling)
+        assert engine.stats.preemptions > 0
+        assert not engine.scheduler._lanes._stops
         assert [c.token_ids for c in found] == list(wanted)
         assert [c.logprobs for c in found] == [
             c.logprobs[: len(ids)] for c, ids in zip(plain, wanted, strict=True)

@@ -148,7 +148,7 @@ def test_rows_with_and_without_words_are_those_of_transformers(num_slots, temper
 
 def test_preempted_rows_and_lanes_with_a_new_row_know_what_they_end_with():
     prompts, model = tiny.prompts(8, seed=3), tiny.build()
-    roomy = RolloutConfig(max_rows=8, page_tokens=4, prefill_tokens=9)
+    roomy = RolloutConfig(**fakes.ROOM)
     with fakes.with_history_model(RolloutEngine(model, roomy)) as engine:
         plain = engine.generate(prompts, params([], 30, eos_token_ids=()))
         words = list(words_of_what_came(prompts, [c.token_ids for c in plain]))
@@ -157,16 +157,10 @@ def test_preempted_rows_and_lanes_with_a_new_row_know_what_they_end_with():
         wanted = engine.generate(prompts, sampling)
         assert engine.stats.preemptions == 0
         page_bytes = engine.worker.kv_cache.layout.page_bytes
-    for offload in (0, 100 * page_bytes):
-        tight = RolloutConfig(
-            max_rows=8, page_tokens=4, prefill_tokens=9,
-            kv_bytes=22 * page_bytes, offload_bytes=offload,
-        )  # fmt: skip
-        engine = fakes.with_history_model(RolloutEngine(model, tight))
-        with fakes.with_lagging_device(engine):
-            found = engine.generate(prompts, sampling)
-            assert engine.stats.preemptions > 2
-            again = engine.generate(prompts, params([], 30, eos_token_ids=()))
+    for engine in fakes.short_of_pages(model, page_bytes):
+        found = engine.generate(prompts, sampling)
+        assert engine.stats.preemptions > 2
+        again = engine.generate(prompts, params([], 30, eos_token_ids=()))
         assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
         assert [c.token_ids for c in again] == [c.token_ids for c in plain]
 

@@ -208,6 +208,11 @@ class PPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
         if checkpoint is not None:
             path = os.path.join(checkpoint, _CRITIC_FILE)
+            if not os.path.exists(path):
+                raise UnsupportedTrainer(
+                    f"{checkpoint} has no {_CRITIC_FILE}, so PPO did not leave it; load its model "
+                    "with `model=...` and train without `resume_from_checkpoint`"
+                )
             device = self.accelerator.device
             self.critic.load_state_dict(torch.load(path, map_location=device, weights_only=True))
 
