@@ -92,9 +92,10 @@ def test_the_closed_form_is_the_scan(batch):
         close(found, wanted)
 
 
-def test_many_chunks_of_chunks_are_the_definition():
+def test_many_chunks_of_chunks_are_the_definition(monkeypatch):
+    monkeypatch.setattr(advantages, "_CHUNK", 16)
     generator = torch.Generator().manual_seed(0)
-    width = advantages._CHUNK**2 + 70
+    width = 16**2 + 70
     rewards, values = torch.randn(2, 2, width, generator=generator, dtype=DOUBLE)
     mask = torch.rand(2, width, generator=generator) > 0.1
     lam, bootstrap = torch.tensor([0.9, 0.999], dtype=DOUBLE), torch.tensor([0.0, 2.0])
@@ -231,13 +232,19 @@ def test_nothing_to_whiten_gives_zeros():
     assert (mean, variance) == (0, 0)
 
 
-def test_64_rows_of_16K_take_less_than_50_ms_of_one_thread():
+def least_seconds(work):
+    """The CPU's least of forty: others on the machine slow memory down, and never speed it up."""
+    times = []
+    for _ in range(40):
+        begin = time.process_time()
+        work()
+        times.append(time.process_time() - begin)
+    return min(times)
+
+
+def test_64_rows_of_16K_take_no_more_than_a_few_passes_over_them():
+    """On an idle core 30 ms of 0.25 ms a pass; a loop over tokens takes a thousand passes."""
     rewards, values = torch.randn(2, 64, 16384)
     mask, lam = torch.rand(64, 16384) > 0.3, torch.rand(64)
-    times = []
-    for _ in range(80):
-        begin = time.process_time()
-        gae(rewards, values, mask, 0.999, lam)
-        times.append(time.process_time() - begin)
-    # The least of eighty: others on the machine slow memory down, and never make it faster.
-    assert min(times) < 0.05
+    scan = least_seconds(lambda: gae(rewards, values, mask, 0.999, lam))
+    assert scan < 200 * least_seconds(lambda: rewards + values)

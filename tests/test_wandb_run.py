@@ -41,6 +41,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        wandb.teardown()  # another test's run left the folder of it as the process's
         options = {"eval_strategy": "steps", "eval_steps": 2, "max_completion_length": 30}
         trainer = trl_trainer.build(folder, max_steps=4, report_to="wandb", **options)
         trainer.eval_dataset = trainer.eval_dataset.select(range(2))  # one batch

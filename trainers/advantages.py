@@ -13,7 +13,7 @@ from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-_CHUNK = 32
+_CHUNK = 64
 _LARGEST_LOG_RATIO = 20.0
 
 
@@ -43,65 +43,52 @@ def gae(
         Advantages, and returns `A + V`, each (B, T) of the values' dtype and 0 where masked.
     """
     kept = mask.bool()
-    rewards = rewards.to(values.dtype)
+    values = torch.where(kept, values, 0.0)
+    rewards = torch.where(kept, rewards.to(values.dtype), 0.0)
     end = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(values.dtype)
     if gamma == 1 and isinstance(lam, float | int) and lam == 1:
-        returns = (_suffix_sums(rewards * kept) + end[:, None]) * kept
-        return returns - values.masked_fill(~kept, 0.0), returns
-    decay = gamma * torch.as_tensor(lam, dtype=values.dtype, device=values.device)
-    advantages = _packed_gae(rewards, values, kept, gamma, decay.expand(len(values)), end)
-    return advantages, torch.where(kept, advantages + values, 0.0)
+        returns = (_suffix_sums(rewards) + end[:, None]) * kept
+        return returns - values, returns
+    lam = torch.as_tensor(lam, dtype=values.dtype, device=values.device).view(-1, 1)
+    # What each token hands to the one before it is `(1 - lam) * V + lam * returns`; what is masked
+    # hands on what it was given, so that "next" needs no search.
+    keeps = torch.where(kept, gamma * lam, 1.0)
+    handed = _from_the_end(keeps, lam * rewards + (1 - lam) * values, end)
+    given = torch.cat([handed[:, 1:], end[:, None]], 1)
+    returns = (rewards + gamma * given) * kept.to(values.dtype)
+    return returns - values, returns
 
 
 def _suffix_sums(x: Tensor) -> Tensor:
     return x.flip(1).cumsum(1).flip(1)
 
 
-def _packed_gae(
-    rewards: Tensor, values: Tensor, kept: Tensor, gamma: float, decay: Tensor, end: Tensor
-) -> Tensor:
-    """Move each row's trainable tokens to its front, where "next" is the neighbour, and back."""
-    num_rows, width = kept.shape
-    so_far = kept.cumsum(1, dtype=torch.int32)  # ten times as fast as in 64 bits
-    count = so_far[:, -1:].long()
-    place = (so_far * kept).long()  # from 1 on; all that is masked goes to column 0
-    packed = values.new_zeros(2, num_rows, width + 2)
-    packed[0].scatter_(1, place, rewards)
-    packed[1].scatter_(1, place, values).scatter_(1, count + 1, end[:, None])
-    deltas = packed[0, :, 1:-1] + gamma * packed[1, :, 2:] - packed[1, :, 1:-1]
-    # The bootstrap stands where the next value would: no token is there, so there is no delta.
-    padded = torch.nn.functional.pad(deltas, (0, 1)).scatter_(1, count, 0.0)
-    sums = _discounted_sums(padded[:, :-1], decay)
-    return sums.gather(1, (place - 1).clamp_(min=0)) * kept
-
-
-def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
-    """`y_t = x_t + decay * y_{t+1}` along dimension 1, by products of whole chunks.
+def _from_the_end(keeps: Tensor, adds: Tensor, end: Tensor) -> Tensor:
+    """`y_t = adds_t + keeps_t * y_{t+1}` along dimension 1, all chunks of it at once.
 
     Args:
-        x: (B, T).
-        decay: (B,), each row's.
+        keeps: (B, T).
+        adds: (B, T).
+        end: (B,), what stands after the last one.
 
     Returns:
         (B, T).
     """
-    num_rows, width = x.shape
-    if width <= _CHUNK:
-        return torch.bmm(x[:, None], _powers(decay, width))[:, 0]
-    chunks = torch.nn.functional.pad(x, (0, -width % _CHUNK)).view(num_rows, -1, _CHUNK)
-    sums = torch.bmm(chunks, _powers(decay, _CHUNK))
-    heads = _discounted_sums(sums[:, :, 0], decay**_CHUNK)
-    carried = torch.nn.functional.pad(heads[:, 1:], (0, 1))
-    distances = torch.arange(_CHUNK, 0, -1, device=x.device)
-    sums += carried[:, :, None] * (decay[:, None] ** distances)[:, None]
-    return sums.view(num_rows, -1)[:, :width]
+    num_rows, width = adds.shape
+    decays, sums = _by_place_in_chunk(keeps, 1.0), _by_place_in_chunk(adds, 0.0)
+    for place in reversed(range(_CHUNK - 1)):
+        sums[place].addcmul_(decays[place], sums[place + 1])
+        decays[place] *= decays[place + 1]
+    after = end[:, None]
+    if width > _CHUNK:
+        after = torch.cat([_from_the_end(decays[0], sums[0], end)[:, 1:], after], 1)
+    return sums.addcmul_(decays, after).permute(1, 2, 0).reshape(num_rows, -1)[:, :width]
 
 
-def _powers(decay: Tensor, size: int) -> Tensor:
-    """(B, size, size): `decay ** (i - j)` at row i >= column j, 0 above."""
-    positions = torch.arange(size, device=decay.device)
-    distances = positions[:, None] - positions
-    return (decay[:, None, None] ** distances.clamp(min=0)).tril()
+def _by_place_in_chunk(x: Tensor, filler: float) -> Tensor:
+    """(B, T) to a copy (chunk, B, T / chunk): whole rows of it are worked on at a time."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % _CHUNK), value=filler)
+    return padded.view(-1, _CHUNK).t().contiguous().view(_CHUNK, len(x), -1)
 
 
 def token_rewards(
