@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         UnsupportedModel,
         UnsupportedTrainer,
     )
-    from rollout.request import Completion, FinishReason, Request, SamplingParams
+    from rollout.request import Completion, FinishReason, Request
+    from rollout.sampling_params import SamplingParams
     from rollout.stop_strings import StopStrings
 
 __all__ = [
@@ -54,7 +55,7 @@ _HOMES = {
     "Completion": "request",
     "FinishReason": "request",
     "Request": "request",
-    "SamplingParams": "request",
+    "SamplingParams": "sampling_params",
     "StopStrings": "stop_strings",
 }
 

@@ -14,7 +14,7 @@ from rollout.compiled import decoder_layers
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.exact import prepare_trainer
-from rollout.request import SamplingParams
+from rollout.sampling_params import SamplingParams
 from rollout.support import base_of
 from rollout.workload import SHAPES, build_model
 

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from rollout.intake import Limits, build_requests
 from rollout.life import EngineLife, no_inference_mode
-from rollout.request import Batch, Completion, FinishReason, Request, SamplingParams
+from rollout.request import Batch, Completion, FinishReason, Request
+from rollout.sampling_params import SamplingParams
 from rollout.slots import IOSlot
 from rollout.telemetry import RolloutStats
 

@@ -11,8 +11,8 @@ from rollout.kernels.penalties import penalise
 from rollout.kernels.sample import scale
 from rollout.kernels.words import bar_words, push
 from rollout.marks import HELD, ONCE
-from rollout.request import SETTINGS, Draw
 from rollout.sampling import keep
+from rollout.sampling_params import SETTINGS, Draw
 from rollout.slots import IOSlot
 from rollout.words import NO_TOKEN
 

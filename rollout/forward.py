@@ -16,8 +16,9 @@ from rollout.attention import PagedAttention, Prefilled
 from rollout.filters import Filters
 from rollout.kv_cache import KVCache
 from rollout.pages import TRASH_PAGE
-from rollout.request import Draw, Ints, Segment
+from rollout.request import Ints, Segment
 from rollout.sampling import kept_mass, sample, sample_among
+from rollout.sampling_params import Draw
 from rollout.slots import IOSlot
 
 # A compiler takes equal sizes for one and the same; this one is no model's.

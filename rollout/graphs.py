@@ -14,8 +14,10 @@ import torch
 
 from rollout.forward import Forward
 from rollout.kernels import SPLIT_TOKENS
-from rollout.request import Batch, Draw
-from rollout.slots import IOSlot, Streams
+from rollout.request import Batch
+from rollout.sampling_params import Draw
+from rollout.slots import IOSlot
+from rollout.streams import Streams
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ import numpy as np
 from rollout.config import RolloutConfig
 from rollout.errors import OutOfPages, RequestError, check_count
 from rollout.pages import pages_for
-from rollout.request import Draw, Request, SamplingParams
+from rollout.request import Request
+from rollout.sampling_params import Draw, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ def marks_of(lane: int, request: Request, tokens: Ints) -> Ints:
         `(marks, 3)`: lane, token id, and its mark; each token once.
 
     Example:
-        >>> from rollout.request import SamplingParams
+        >>> from rollout.sampling_params import SamplingParams
         >>> sampling = SamplingParams(max_new_tokens=9, suppress_tokens=(4,))
         >>> marks_of(0, Request(np.array([5, 4]), sampling), np.array([5, 5, 7])).tolist()
         [[0, 4, 3], [0, 5, 17], [0, 7, 9]]

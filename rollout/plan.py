@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollout.marks import marks_of
-from rollout.request import Admission, Batch, Draw, Ints, Segment
+from rollout.request import Admission, Batch, Ints, Segment
 from rollout.row import Row
+from rollout.sampling_params import Draw
 from rollout.words import lines_of
 
 _NO_PAGES = np.empty((0, 3), np.int64)

@@ -18,8 +18,9 @@ from rollout.order import Lengths, WaitingLine
 from rollout.pages import pages_for
 from rollout.plan import Plan
 from rollout.preemption import Preemption
-from rollout.request import Batch, Completion, Draw, FinishReason, Floats, Ints, Request
+from rollout.request import Batch, Completion, FinishReason, Floats, Ints, Request
 from rollout.row import NO_AGE, Row
+from rollout.sampling_params import Draw
 from rollout.words import table_shape
 
 

@@ -1,4 +1,4 @@
-"""The only border between host and device: pinned staging, device buffers, streams, events.
+"""The only border between host and device: each batch's buffers, and the events between them.
 
 The engine's docstring draws what runs beside what. On a CPU, torch's streams and events do
 nothing, and every call below is done when it returns.
@@ -6,158 +6,16 @@ nothing, and every call below is done when it returns.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from rollout.request import SETTINGS, Admission, Batch, Floats, Ints, Segment
+from rollout.request import Admission, Batch, Floats, Ints, Segment
+from rollout.sampling_params import SETTINGS
+from rollout.staging import Staged, StagedOnce
 from rollout.stamps import Stamps
-
-
-@cache
-def _streams(device: torch.device) -> list[Any]:
-    """Streams of a device, for every engine: cuBLAS keeps a workspace for each that it has met."""
-    # The model's device need not be the current one.
-    where = [device] if device.type == "cuda" else []
-    new_stream = torch.get_device_module(device).Stream
-    return [new_stream(*where) for _ in range(4)]
-
-
-class Streams:
-    """The engine's streams, and the hand-over with the trainer's.
-
-    Batches travel on `h2d`, `compute` and `d2h`, pages to and from host memory on `swap`.
-
-    Args:
-        device: Where the model lives.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.module: Any = torch.get_device_module(device)
-        self._all = _streams(device)
-        self.h2d, self.compute, self.d2h, self.swap = self._all
-        self._device = device
-
-    def take_over(self) -> None:
-        """Let the engine's work follow whatever the trainer has queued so far."""
-        event = self.module.current_stream(self._device).record_event()
-        for stream in self._all:
-            # ORDER: batch 0 reads weights that an optimizer step may still be writing, and
-            # buffers that were filled with zeros on the trainer's stream
-            stream.wait_event(event)
-
-    def hand_back(self) -> None:
-        """Let whatever the trainer queues from now on follow the engine's last batch."""
-        # ORDER: pages may be given up behind the last batch, and no copy must read them then
-        self.compute.wait_event(self.swap.record_event())
-        # ORDER: an optimizer step must not write weights that the last batch still reads
-        self.module.current_stream(self._device).wait_event(self.compute.record_event())
-
-    def wait_for_all(self) -> None:
-        """Wait until all three streams are empty, and what the trainer has queued so far is done.
-
-        Weights are cast for the first time on the trainer's stream, when an engine is made.
-        """
-        self.take_over()
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until all streams are empty."""
-        for stream in self._all:
-            event = self.module.Event()
-            event.record(stream)
-            event.synchronize()  # SYNC: before memory is reused or given back
-
-
-class Staged:
-    """One array that travels to the device: a pinned host buffer and one on the device.
-
-    Args:
-        shape: Longest array that may be staged.
-        dtype: Of both buffers.
-        device: Where it travels to.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(shape, dtype=dtype, device=device)
-        # ALIAS: NumPy writes into the pinned tensor
-        self._array: NDArray[Any] = self._host.numpy()
-        self.length = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffer on the device."""
-        return self._device.nbytes
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that were staged."""
-        return self._array[: self.length].nbytes
-
-    def stage(self, values: Any) -> None:
-        """Copy `values`, of any length up to the buffer's, into the host buffer."""
-        self.length = len(values)
-        if self.length:
-            self._array[: self.length] = values
-
-    def upload(self) -> None:
-        """Queue the copy of what was staged on the current stream."""
-        if self.length:
-            staged = self._host[: self.length]
-            self._device[: self.length].copy_(staged, non_blocking=True)
-
-    @property
-    def value(self) -> Tensor:
-        """What was staged, on the device."""
-        return self._device[: self.length]
-
-
-class StagedOnce:
-    """One array of any length that few batches have: it travels through memory of its own.
-
-    Args:
-        device: Where it travels to.
-    """
-
-    num_bytes = 0  # between batches
-
-    def __init__(self, device: torch.device) -> None:
-        self._there = device
-        self._host = self._device = torch.zeros(0, dtype=torch.int64)
-
-    @property
-    def length(self) -> int:
-        """Rows of what was staged."""
-        return len(self._host)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that were staged."""
-        return self._host.nbytes
-
-    def stage(self, parts: Sequence[Ints]) -> None:
-        """Join `parts` in a new host buffer, if there are any."""
-        # ORDER: what the batch before was given is let go only here: that batch has been settled
-        self._host = self._device = torch.zeros(0, dtype=torch.int64)
-        if parts:
-            self._host = torch.from_numpy(np.concatenate(parts))
-            if self._there.type == "cuda":
-                self._host = self._host.pin_memory()
-
-    def upload(self) -> None:
-        """Queue the copy of what was staged on the current stream, into memory of that stream."""
-        if self.length:
-            self._device = self._host.to(self._there, non_blocking=True)
-
-    @property
-    def value(self) -> Tensor:
-        """What was staged, on the device."""
-        return self._device
+from rollout.streams import Streams
 
 
 class IOSlot:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.config import RolloutConfig
 from rollout.kv_cache import KVCache
 from rollout.request import Batch
-from rollout.slots import Streams
+from rollout.streams import Streams
 
 # Of the host's memory, where nothing is asked for.
 _HOST_SHARE = 16

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout.request import Ints, Request, SamplingParams
+from rollout.request import Ints, Request
+from rollout.sampling_params import SamplingParams
 
 NO_TOKEN = -1
 """Fills what a line, or a table, is longer than needed."""

@@ -16,9 +16,10 @@ from rollout.kv_cache import KVCache
 from rollout.memory import available_bytes, max_kv_bytes, open_arena
 from rollout.memory_plan import MemoryPlan
 from rollout.pages import TRASH_PAGE, pages_for
-from rollout.request import Draw
+from rollout.sampling_params import Draw
 from rollout.shadow import is_sharded
-from rollout.slots import SlotPair, Streams
+from rollout.slots import SlotPair
+from rollout.streams import Streams
 from rollout.support import base_of, check_model, check_placed
 from rollout.swap import Swap
 from rollout.twin import Twin

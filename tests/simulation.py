@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from rollout.config import RolloutConfig
 from rollout.pages import TRASH_PAGE, pages_for
-from rollout.request import Batch, Completion, FinishReason, Request, SamplingParams
+from rollout.request import Batch, Completion, FinishReason, Request
+from rollout.sampling_params import SamplingParams
 from rollout.scheduler import Scheduler
 from rollout.stop_strings import StopStrings
 from rollout.telemetry import RolloutStats

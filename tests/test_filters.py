@@ -19,8 +19,8 @@ from rollout.kernels.keep import keep
 from rollout.kernels.penalties import penalise
 from rollout.kernels.philox import gumbel
 from rollout.marks import HELD, ONCE, STOPS, SUPPRESSED
-from rollout.request import Draw
 from rollout.sampling import kept_mass, sample, sample_among
+from rollout.sampling_params import Draw
 
 ROWS, VOCAB = 33, 200
 

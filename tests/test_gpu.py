@@ -17,8 +17,9 @@ from trl import GRPOConfig, GRPOTrainer
 import rollout.admission
 from rollout import OutOfMemory, RolloutConfig, RolloutEngine, SamplingParams
 from rollout.lane_table import LaneTable
-from rollout.request import Draw
-from rollout.slots import IOSlot, Staged
+from rollout.sampling_params import Draw
+from rollout.slots import IOSlot
+from rollout.staging import Staged
 from rollout.swap import Swap
 from trainers import RolloutGenerator
 

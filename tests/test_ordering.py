@@ -11,7 +11,8 @@ import pytest
 import tiny
 import torch
 
-import rollout.slots
+import rollout.staging
+import rollout.streams
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.forward import Forward, Lanes
 from rollout.kv_cache import KVCache
@@ -108,7 +109,7 @@ def recorded(monkeypatch):
     """A two-slot engine with its recorder; copies and kernels are logged with their stream."""
     recorder = Recorder()
     monkeypatch.setattr(torch, "get_device_module", lambda device: recorder)
-    monkeypatch.setattr(rollout.slots, "_streams", rollout.slots._streams.__wrapped__)
+    monkeypatch.setattr(rollout.streams, "_streams", rollout.streams._streams.__wrapped__)
 
     def logged(owner, name, what):
         call = getattr(owner, name)
@@ -119,7 +120,7 @@ def recorded(monkeypatch):
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    logged(rollout.slots.Staged, "upload", "copy in")
+    logged(rollout.staging.Staged, "upload", "copy in")
     logged(KVCache, "grow", "KV")
     logged(KVCache, "page", "page")
     logged(Twin, "refresh", "weights")

@@ -9,15 +9,8 @@ import pytest
 
 from rollout.errors import RequestError, RolloutError
 from rollout.marks import HELD, ONCE, STOPS, SUPPRESSED, marks_of
-from rollout.request import (
-    SETTINGS,
-    Admission,
-    Batch,
-    Draw,
-    FinishReason,
-    Request,
-    SamplingParams,
-)
+from rollout.request import Admission, Batch, FinishReason, Request
+from rollout.sampling_params import SETTINGS, Draw, SamplingParams
 
 NAN = float("nan")
 

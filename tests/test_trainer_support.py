@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout import UnsupportedTrainer
-from rollout.request import Draw
+from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
 from trainers.sampling import refused_settings, row_sampling
 from trainers.support import check_trainer, check_trl

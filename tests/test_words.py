@@ -13,7 +13,8 @@ from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams
 from rollout.filters import Filters
 from rollout.kernels.philox import gumbel
 from rollout.kernels.words import bar_words, push
-from rollout.request import Draw, Request
+from rollout.request import Request
+from rollout.sampling_params import Draw
 from rollout.words import NO_TOKEN, lines_of, table_shape
 
 SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9}

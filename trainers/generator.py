@@ -21,7 +21,8 @@ from rollout.engine import RolloutEngine
 from rollout.errors import UnsupportedTrainer
 from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
-from rollout.request import Completion, SamplingParams
+from rollout.request import Completion
+from rollout.sampling_params import SamplingParams
 from trainers.metrics import gap_metrics, log_metrics
 from trainers.ranks import RowBalance, agree
 from trainers.sampling import announce, row_sampling

@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any
 
 from rollout.errors import RequestError
-from rollout.request import SamplingParams
+from rollout.sampling_params import SamplingParams
 from rollout.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)

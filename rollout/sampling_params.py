@@ -1,0 +1,174 @@
+"""How a row's tokens are drawn, and when it ends."""
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Self
+
+from rollout.errors import RequestError, check_count, is_real, reject_unknown
+from rollout.stop_strings import StopStrings
+
+# Logits divided by less could overflow.
+_COLDEST = 1e-6
+
+# vLLM's bounds of the penalties, but for the strongest repetition penalty.
+_BOUNDS = {
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-2, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+
+# A row's settings, and values of no effect; a row may stop from position `first_stop` on.
+SETTINGS = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "first_stop": 0,
+}
+
+
+class Draw(IntEnum):
+    """What a draw looks at; a step does for all of its rows what one of them needs."""
+
+    PLAIN = 0
+    """The logits alone."""
+    KEPT = 1
+    """The logits of the tokens that `top_k`, `top_p` and `min_p` keep."""
+    MARKED = 2
+    """Those, after they were changed by what the device holds of each token of the vocabulary."""
+    WORDS = 3
+    """Those, without the tokens that would complete a word which the device holds of the row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one row's tokens are drawn, and when it ends.
+
+    Logits are penalised, then tokens are suppressed, then the logits are divided by the
+    temperature, then `top_k`, `top_p` and `min_p` each keep some of what the one before has left:
+    transformers' order. vLLM applies `min_p` first. Tokens that tie with the last one kept are kept
+    too. Whatever is asked, log-probabilities are those of the logits as the model gives them, at
+    the temperature, over the full vocabulary, which is what a trainer computes.
+
+    Raises:
+        RequestError: A name is unknown or a value cannot work.
+    """
+
+    max_new_tokens: int
+    """Most tokens to generate, the final EOS included."""
+
+    min_new_tokens: int = 0
+    """No `eos_token_ids` is drawn before so many tokens are, and no `stop_strings` ends the row
+    with fewer, though transformers lets it; vLLM's `min_tokens`."""
+
+    temperature: float = 1.0
+    """Divides the logits. 0 takes the most likely token; its log-probability is then at 1."""
+
+    top_k: int = 0
+    """Draw among so many most likely tokens. 0 or -1: among all."""
+
+    top_p: float = 1.0
+    """Draw among the fewest most likely tokens with this probability together."""
+
+    min_p: float = 0.0
+    """Draw among tokens with this share, or more, of the most likely one's probability."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in prompt and completion, and multiplies negative ones."""
+
+    presence_penalty: float = 0.0
+    """Is taken off the logits of tokens in the completion; vLLM's, transformers has none."""
+
+    frequency_penalty: float = 0.0
+    """Is taken off a token's logit for each time it is in the completion; vLLM's too."""
+
+    suppress_tokens: tuple[int, ...] = ()
+    """These are never drawn."""
+
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are never completed: one token is never drawn, and of more the last is
+    not where prompt and completion end with the others. As in transformers, one that is an EOS
+    token alone is allowed, which `suppress_tokens` does not allow."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    """Any of these ends the row; it is kept as the completion's last token."""
+
+    stop_strings: StopStrings | None = None
+    """Any of these ends the row, and the tokens that complete it are kept, as in transformers. Of
+    the prompt no string takes a part, as in vLLM; in transformers one may begin there."""
+
+    @property
+    def draw(self) -> Draw:
+        """What drawing such a row's tokens takes."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        held_back = self.min_new_tokens > 0 and self.eos_token_ids
+        if self.long_words:
+            return Draw.WORDS
+        if penalties != (1, 0, 0) or self.barred_tokens or held_back:
+            return Draw.MARKED
+        keeps_all = (max(self.top_k, 0), self.top_p, self.min_p) == (0, 1, 0)
+        return Draw.PLAIN if keeps_all else Draw.KEPT
+
+    @cached_property
+    def barred_tokens(self) -> tuple[int, ...]:
+        """Tokens that are never drawn."""
+        alone = [word[0] for word in self.bad_words_ids if len(word) == 1]
+        return (*self.suppress_tokens, *(t for t in alone if t not in self.eos_token_ids))
+
+    @cached_property
+    def long_words(self) -> tuple[tuple[int, ...], ...]:
+        """Those of `bad_words_ids` that have more than one token."""
+        return tuple(word for word in self.bad_words_ids if len(word) > 1)
+
+    def __new__(cls, **knobs: Any) -> Self:
+        """Refuse unknown names with an error that knows the right ones."""
+        reject_unknown(RequestError, cls.__name__, knobs, [field.name for field in fields(cls)])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_count(RequestError, "max_new_tokens", self.max_new_tokens)
+        check_count(RequestError, "min_new_tokens", self.min_new_tokens, least=0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens={self.min_new_tokens}: it must be at most max_new_tokens="
+                f"{self.max_new_tokens}"
+            )
+        if not is_real(self.temperature) or 0 != self.temperature < _COLDEST:
+            raise RequestError(
+                f"temperature={self.temperature!r}: it must be 0, or finite and at least {_COLDEST}"
+            )
+        check_count(RequestError, "top_k", self.top_k, least=-1)
+        for name, (least, most) in _BOUNDS.items():
+            _check_between(name, getattr(self, name), least, most)
+        for name in ("eos_token_ids", "suppress_tokens"):
+            _check_tokens(name, getattr(self, name))
+        _check_words(self.bad_words_ids)
+        if not isinstance(self.stop_strings, StopStrings | None):
+            raise RequestError(
+                f"stop_strings={self.stop_strings!r}: it must be a StopStrings, which knows the "
+                "tokenizer"
+            )
+
+
+def _check_between(name: str, value: Any, least: float, most: float) -> None:
+    if not is_real(value) or not least <= value <= most:
+        raise RequestError(f"{name}={value!r}: it must be from {least} to {most}")
+
+
+def _check_tokens(name: str, tokens: Any) -> None:
+    if not isinstance(tokens, tuple):
+        raise RequestError(f"{name}={tokens!r}: it must be a tuple of ids")
+    for token in tokens:
+        check_count(RequestError, f"a token of {name}", token, least=0)
+
+
+def _check_words(words: Any) -> None:
+    if not isinstance(words, tuple) or () in words:
+        raise RequestError(f"bad_words_ids={words!r}: it must be a tuple of tuples of ids")
+    for word in words:
+        _check_tokens("a word of bad_words_ids", word)
