@@ -1,0 +1,97 @@
+"""Compiles the Triton kernels for Hopper on a machine that has no GPU.
+
+A process of its own: Triton's interpreter, which tests use there, is chosen when it is imported.
+Prints a line a kernel: its name, and the bytes of shared memory that a program of it takes.
+"""
+
+import os
+import sys
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from rollout.kernels import early_triton
+
+
+class Hopper:
+    """As much of a driver as a compiler asks."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+def compile_alone():
+    """From now on launching a kernel compiles it, to machine code, and that is all."""
+    triton.runtime.driver.set_active(Hopper())
+    early_triton.early = lambda: {"launch_pdl": True, "EARLY": True}
+    run = JITFunction.run
+
+    def compiled(kernel, *args, warmup, **options):
+        found = run(kernel, *args, warmup=True, **options)
+        assert found.asm["cubin"]
+        sys.stdout.write(f"{kernel.__name__} {found.metadata.shared}\n")
+
+    JITFunction.run = compiled
+
+
+def attend(dtype, heads, kv_heads, dim, page_tokens, **options):
+    """Kernels that read and write KV pages."""
+    from rollout.kernels import paged_attention_triton, store_kv_triton
+
+    query = torch.zeros(4, heads, dim, dtype=dtype)
+    new = tuple(torch.zeros(4, kv_heads, dim, dtype=dtype) for _ in range(2))
+    cache = tuple(torch.zeros(3, page_tokens, kv_heads, dim, dtype=dtype) for _ in range(2))
+    table, lanes = torch.zeros(4, 9, dtype=torch.int64), torch.arange(4)
+    where, arrivals = (table, lanes, lanes), torch.zeros(4 * kv_heads, dtype=torch.int32)
+    store_kv_triton.store_kv(*new, cache, *where)
+    how = {"scale": 0.1, **options}
+    paged_attention_triton.decode(query, new, cache, *where, arrivals, max_context=9000, **how)
+    runs = torch.zeros(2, 4, dtype=torch.int64)
+    for keys, pages in ((cache, table), (new, None)):
+        paged_attention_triton.attend_runs(
+            query, keys, runs, longest=4, block_table_LP=pages, with_lse=pages is None, **how
+        )
+
+
+def draw():
+    """Kernels that read logits."""
+    from rollout.kernels import keep_triton, sample_triton
+
+    logits, ones, ids = torch.zeros(4, 151_936), torch.ones(4), torch.arange(4)
+    for each in (logits, logits.bfloat16()):
+        sample_triton.sample(each, ones, ids, ids, 2)
+    keep_triton.keep(logits, ids, ones, ones)
+
+
+def compute():
+    """Kernels of layers in exact mode."""
+    from rollout.kernels import gate_triton, norm_triton, product_triton
+
+    states = torch.zeros(1, 32, 4096, dtype=torch.bfloat16)
+    gate_triton.silu_gate(states, states)
+    norm_triton.rms_norm(states, states[0, 0], 1e-6, states)
+    norm_triton.rms_norm(states.view(1, 32, 32, 128), states[0, 0, :128], 1e-6)
+    for rows in (32, 2048):
+        product_triton.product(states.new_zeros(rows, 256), states.new_zeros(64, 256))
+
+
+if __name__ == "__main__":
+    compile_alone()
+    attend(torch.bfloat16, 32, 8, 128, 256)
+    attend(torch.float16, 12, 4, 96, 64, window=128, sinks_H=torch.zeros(12))
+    attend(torch.bfloat16, 8, 1, 256, 16, softcap=30.0)
+    draw()
+    compute()
