@@ -1,6 +1,8 @@
 """What every test runs under: no network, one thread, and a GPU only where one is asked for."""
 
+import gc
 import os
+from collections import Counter
 
 # Read by the libraries when they are imported, so before anything else is.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +26,24 @@ settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first, then those with many: none is left to one worker's end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -count[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collection pass over all that was imported.
+
+    Every `train()` collects garbage, and to look through the objects of torch, transformers and
+    TRL took a third of a short one.
+    """
+    gc.collect()
+    gc.freeze()
+
 
 NUM_GPUS = {"gpu": 1, "multigpu": 2}  # marker -> CUDA devices that the test needs
 

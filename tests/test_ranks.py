@@ -41,13 +41,12 @@ write({"loads": loads, "back": same, "known": known})
 """
 
 BEGIN = """
-import hashlib, json, sys, torch
+import hashlib, json, os, sys, torch
 from dataclasses import replace
 from pathlib import Path
 from peft import LoraConfig
 torch.set_num_threads(1)
 import run_length, trl_trainer
-folder, kind, precision = sys.argv[1:4]
 
 def digest(model):
     \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
@@ -55,7 +54,12 @@ def digest(model):
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest()
 
 def write(found):
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    Path(folder, os.environ["RANK"] + ".json").write_text(json.dumps(found))
+
+# Each has its own names and its own trainer, whose arguments make accelerate's state anew.
+for folder, script, kind, precision in json.loads(Path(sys.argv[1]).read_text()):
+    torch.manual_seed(0)  # whatever the one before it drew
+    exec(compile(script, folder, "exec"), dict(globals()))
 """
 
 TRAIN = """
@@ -101,11 +105,12 @@ trainer = GRPOTrainer(
     reward_funcs=run_length.reward,
     args=GRPOConfig(
         output_dir=folder, per_device_train_batch_size=64, num_generations=8,
-        max_completion_length=32, max_steps=40, learning_rate=3e-3, logging_steps=1,
+        max_completion_length=8, max_steps=30, learning_rate=3e-3, logging_steps=1,
+        lr_scheduler_type="constant",
         use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         save_strategy="no", disable_tqdm=True,
     ),
-    train_dataset=run_length.build_dataset(seed=0),
+    train_dataset=run_length.build_dataset(seed=0).filter(lambda row: len(row["answer"]) <= 6),
     processing_class=tokenizer,
 )
 if "fsdp2" in kind:
@@ -119,15 +124,33 @@ write({"rewards": rewards, "gap": gap, "weights": digest(trainer.model)})
 """
 
 
-def on_two_ranks(folder, script, kind, precision="no"):
-    """What each of two processes has found."""
+# Name -> script, kind of training, precision.
+RUNS = {
+    "balance": (BALANCE, "balance", "no"),
+    "ddp, balanced": (TRAIN, "ddp, balanced", "no"),
+    "fsdp2": (TRAIN, "fsdp2", "no"),
+    "fsdp2, lora": (TRAIN, "fsdp2, lora", "bf16"),
+    "ddp learns": (LEARN, "ddp", "no"),
+    "fsdp2 learns": (LEARN, "fsdp2", "no"),
+}
+
+
+def on_two_ranks(folder, runs):
+    """What each of two processes has found in each of `runs`: a name's script, kind, precision.
+
+    They share one pair of processes, of which most of the time goes into imports.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    (folder / "script.py").write_text(BEGIN + script)
+    for name in runs:
+        (folder / name).mkdir()
+    wanted = [(str(folder / name), *run) for name, run in runs.items()]
+    (folder / "runs.json").write_text(json.dumps(wanted))
+    (folder / "script.py").write_text(BEGIN)
     root = TESTS.parent
     paths = os.pathsep.join(map(str, (root, TESTS, root / "examples")))
     result = subprocess.run(
-        [*command, str(folder / "script.py"), str(folder), kind, precision],
+        [*command, str(folder / "script.py"), str(folder / "runs.json")],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -135,22 +158,28 @@ def on_two_ranks(folder, script, kind, precision="no"):
         timeout=400,
     )
     assert result.returncode == 0, result.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return {
+        name: [json.loads((folder / name / f"{rank}.json").read_text()) for rank in (0, 1)]
+        for name in runs
+    }
+
+
+@pytest.fixture(scope="module")
+def found_in(tmp_path_factory):
+    return on_two_ranks(tmp_path_factory.mktemp("ranks"), RUNS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "precision", "wrapper", "most"),
+    ("kind", "wrapper", "most"),
     [
-        ("ddp, balanced", "no", "DistributedDataParallel", 1e-5),
-        ("fsdp2", "no", "FSDPQwen3ForCausalLM", 1e-5),
-        ("fsdp2, lora", "bf16", "FSDPPeftModel", 0.02),
+        ("ddp, balanced", "DistributedDataParallel", 1e-5),
+        ("fsdp2", "FSDPQwen3ForCausalLM", 1e-5),
+        ("fsdp2, lora", "FSDPPeftModel", 0.02),
     ],
 )
-def test_two_ranks_train_generate_different_rows_and_fail_together(
-    tmp_path, kind, precision, wrapper, most
-):
-    first, second = on_two_ranks(tmp_path, TRAIN, kind, precision)
+def test_two_ranks_train_generate_different_rows_and_fail_together(found_in, kind, wrapper, most):
+    first, second = found_in[kind]
     for found in (first, second):
         assert found["wrapper"] == wrapper
         assert found["gap"] < most
@@ -163,14 +192,13 @@ def test_two_ranks_train_generate_different_rows_and_fail_together(
     assert second["error"] == other
 
 
-def test_rows_are_shared_out_by_known_lengths_and_come_back_in_order(tmp_path):
-    found = on_two_ranks(tmp_path, BALANCE, "balance")
+def test_rows_are_shared_out_by_known_lengths_and_come_back_in_order(found_in):
     lengths = (90, 80, 70, 12, 11, 10)
-    for rank, each in enumerate(found):
+    for rank, each in enumerate(found_in["balance"]):
         assert each["known"] == list(lengths)
         own = lengths[3 * rank : 3 * rank + 3]
         assert each["back"] == [[[100 * rank + row, own[row // 4]] for row in range(12)]] * 2
-    first, then = zip(*(each["loads"] for each in found), strict=True)
+    first, then = zip(*(each["loads"] for each in found_in["balance"]), strict=True)
     assert first == (4 * 240, 4 * 33)  # nothing is known: each its own
     assert sorted(then) == [4 * (90 + 12 + 11 + 10), 4 * (80 + 70)]
 
@@ -187,8 +215,8 @@ def test_no_rank_has_more_than_the_least_and_one_group(drawn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_learn_and_end_with_equal_weights(tmp_path, kind):
-    first, second = on_two_ranks(tmp_path, LEARN, kind)
+def test_two_ranks_learn_and_end_with_equal_weights(found_in, kind):
+    first, second = found_in[f"{kind} learns"]
     assert first["weights"] == second["weights"]
     assert first["gap"] < 1e-4
     rewards = first["rewards"]
