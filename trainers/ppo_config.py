@@ -8,7 +8,8 @@ from trl import GRPOConfig
 
 from trainers.advantages import KLEstimator
 from trainers.arguments import add_help
-from trainers.critic import CriticSettings
+from trainers.critic import CriticSettings, ValueSchedule
+from trainers.value_model import CriticKind
 
 # Arguments of the PPO trainer that TRL had up to 1.12, and what has taken their place.
 RENAMED = {
@@ -28,6 +29,12 @@ RENAMED = {
     "local_rollout_forward_batch_size": "per_device_train_batch_size",
 }
 Truncation = Literal["zero", "bootstrap"]
+_CHOICES = {
+    "critic": CriticKind,
+    "kl_estimator": KLEstimator,
+    "truncation_value": Truncation,
+    "value_lr_scheduler_type": ValueSchedule,
+}
 
 
 def _refuse_former_names(config: type) -> type:
@@ -84,8 +91,15 @@ class RolloutPPOConfig(GRPOConfig):
     truncation_value: Truncation = "zero"
     """What comes after a completion that was cut off: zero, or bootstrap for the critic's value."""
 
+    critic: CriticKind = "model"
+    """model: a copy of the policy. adapter: the policy's frozen weights, and adapters of its own.
+    head: the policy's hidden states, detached. All have a head of zeros at first."""
+
     value_learning_rate: float | None = None
-    """The critic's, constant. Five times learning_rate by default."""
+    """The critic's at first. Five times learning_rate by default; a head alone wants far more."""
+
+    value_lr_scheduler_type: ValueSchedule = "constant"
+    """How it goes on from rollout to rollout: constant, or to zero, linear or cosine."""
 
     value_epochs: int = 1
     """Times that the critic goes over each rollout."""
@@ -119,7 +133,7 @@ class RolloutPPOConfig(GRPOConfig):
             raise ValueError("kl_coef has the divergence in the reward, beta in the loss; drop one")
         if self.value_warmup_steps and self.weight_decay:
             raise ValueError("weight_decay would change the policy during value_warmup_steps")
-        for name, kind in (("kl_estimator", KLEstimator), ("truncation_value", Truncation)):
+        for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not one of {get_args(kind)}")
 
@@ -128,6 +142,7 @@ class RolloutPPOConfig(GRPOConfig):
         rate = self.value_learning_rate
         return CriticSettings(
             learning_rate=5 * self.learning_rate if rate is None else rate,
+            lr_scheduler_type=self.value_lr_scheduler_type,
             epochs=self.value_epochs,
             mini_batches=self.value_mini_batches,
             micro_batch_rows=self.per_device_train_batch_size,
