@@ -158,12 +158,56 @@ def test_advantages_are_whitened_over_the_rollout(tmp_path):
         assert kept.var(correction=0).item() == pytest.approx(1, abs=1e-3)
 
 
+@pytest.fixture(scope="module")
+def policy_loss(tmp_path_factory):
+    """Advantages and ratios, (B, T) each, to TRL's loss and its slopes by the ratios."""
+    trainer = build(tmp_path_factory.mktemp("loss"), PPOTrainer, loss_type="grpo")
+    trainer.current_gradient_accumulation_steps = 1
+
+    def measure(advantages, ratios):
+        advantages, ratios = torch.tensor(advantages), torch.tensor(ratios)
+        logps = ratios.log().requires_grad_()
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logps, logps * 0, None)
+        ones = torch.ones_like(ratios, dtype=torch.long)
+        scored = {
+            f"{side}_{what}": ones for side in ("prompt", "completion") for what in ("ids", "mask")
+        }
+        scored |= {"advantages": advantages, "old_per_token_logps": torch.zeros_like(logps)}
+        loss = trainer._compute_loss(trainer.model.train(), scored)
+        loss.backward()
+        return loss.item(), logps.grad / ratios
+
+    return measure
+
+
 def gradient(trainer, scored):
     trainer.model.train()
     trainer.model.zero_grad()
     trainer.current_gradient_accumulation_steps = 1
     trainer._compute_loss(trainer.model, scored).backward()
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "loss", "slope"),
+    [
+        (1.0, 1.5, -1.2, 0.0),
+        (-1.0, 1.5, 1.5, 1.0),
+        (1.0, 0.5, -0.5, -1.0),
+        (-1.0, 0.5, 0.8, 0.0),
+        (1.0, 1.1, -1.1, -1.0),
+    ],
+)
+def test_the_policys_loss_worked_out_by_hand(policy_loss, advantage, ratio, loss, slope):
+    """TRL's, with our advantages by token: `-min(ratio * A, clip(ratio, 0.8, 1.2) * A)`."""
+    found, slopes = policy_loss([[advantage, 0.0]], [[ratio, 1.0]])
+    assert found == pytest.approx(loss / 2, abs=1e-6)  # the mean over two tokens
+    assert slopes[0, 0].item() == pytest.approx(slope / 2, abs=1e-6)
+
+
+def test_a_token_without_an_advantage_has_no_gradient_beside_others(policy_loss):
+    _, slopes = policy_loss([[1.0, 0.0, -2.0]], [[1.0, 1.0, 1.0]])
+    torch.testing.assert_close(slopes, torch.tensor([[-1.0, 0.0, 2.0]]) / 3)
 
 
 def test_a_critic_that_knows_the_groups_mean_is_grpo_without_scaling(tmp_path):
@@ -283,6 +327,22 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path):
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
 
 
+def test_the_schedule_counts_rollouts_and_not_steps(tmp_path):
+    """Two pieces a step; four a rollout, which is used twice: four steps of the trainer each."""
+    trainer = build(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        num_iterations=2,
+        value_lr_scheduler_type="linear",
+    )
+    trainer.args.max_steps = 9
+    trainer.train()
+    wanted = [5e-2, 5e-2 * 2 / 3, 5e-2 / 3]
+    assert trl_trainer.logged(trainer, "value/lr") == pytest.approx(wanted)
+
+
 def test_adapters_learn_beside_a_critic_that_has_none(tmp_path):
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = build(tmp_path, peft_config=lora)
@@ -336,6 +396,8 @@ def test_arguments_have_help_on_a_command_line_and_grpos_keep_theirs():
         ({"kl_coef": 0.1, "beta": 0.2}, "drop one"),
         ({"kl_estimator": "k4"}, "kl_estimator is 'k4'"),
         ({"truncation_value": "one"}, "truncation_value is 'one'"),
+        ({"critic": "none"}, "critic is 'none', not one of"),
+        ({"value_lr_scheduler_type": "polynomial"}, "value_lr_scheduler_type is 'polynomial'"),
         ({"value_warmup_steps": 5, "weight_decay": 0.1}, "weight_decay"),
     ],
 )
