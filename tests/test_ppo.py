@@ -306,9 +306,11 @@ def test_divergence_is_paid_in_the_reward_and_not_in_the_loss(tmp_path, kind):
     divergences = trl_trainer.logged(trainer, "kl")
     assert divergences[0] == pytest.approx(0, abs=1e-5)
     assert abs(divergences[-1]) > 1e-4
-    assert len(divergences) == 3  # TRL would log the loss's once more
+    assert len(divergences) == 3
     assert trainer.beta == 0.5
     scored = found[-1]
+    elsewhere = {**scored, "ref_per_token_logps": scored["ref_per_token_logps"] - 1.0}
+    assert torch.equal(gradient(trainer, elsewhere), gradient(trainer, scored))
     kept = scored["completion_mask"].bool()
     spread = scored["advantages"][:, 0] - scored["advantages"][:, 1]
     assert spread[kept[:, 1]].abs().max() > 1e-4  # a price a token
