@@ -14,7 +14,13 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout import RolloutConfig, UnsupportedTrainer
-from trainers import PPOTrainer, RolloutGRPOTrainer, RolloutPPOConfig, RolloutPPOTrainer
+from trainers import (
+    PPOTrainer,
+    RolloutGRPOTrainer,
+    RolloutPPOConfig,
+    RolloutPPOParser,
+    RolloutPPOTrainer,
+)
 from trainers.ppo_config import RENAMED
 
 
@@ -376,6 +382,26 @@ def test_accumulated_gradients_make_the_same_step(tmp_path):
 def test_former_arguments_are_answered_by_todays(name):
     with pytest.raises(TypeError, match=f"no {name}; it is now"):
         RolloutPPOConfig(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    "written", ["--num_ppo_epochs 4", "--num-ppo-epochs=4", "--lam 0.9 --num_ppo_epochs=4"]
+)
+def test_former_arguments_are_answered_on_a_command_line(written):
+    parser = RolloutPPOParser((RolloutPPOConfig, RolloutConfig))
+    with pytest.raises(TypeError, match="no num_ppo_epochs; it is now num_iterations, and value_"):
+        parser.parse_args_and_config(written.split())
+
+
+def test_former_arguments_are_answered_in_yaml_and_todays_are_taken(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("lam: 0.9\nuse_cpu: true\nbf16: false\n")
+    words = ["--config", str(path), "--critic", "head", "--run_name", "vf_coef"]
+    config, _ = RolloutPPOParser((RolloutPPOConfig, RolloutConfig)).parse_args_and_config(words)
+    assert (config.lam, config.critic, config.run_name) == (0.9, "head", "vf_coef")
+    path.write_text("lam: 0.9\nvf_coef: 0.1\n")
+    with pytest.raises(TypeError, match="no vf_coef; it is now nothing"):
+        RolloutPPOParser((RolloutPPOConfig, RolloutConfig)).parse_args_and_config(words)
 
 
 @pytest.mark.parametrize("name", ["value_clip", "max_completion_length", "epsilon"])

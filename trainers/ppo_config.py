@@ -1,10 +1,12 @@
 """Arguments of PPO: TRL's of GRPO, and those of the critic and of its advantages."""
 
 import functools
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from trl import GRPOConfig
+from trl import GRPOConfig, TrlParser
 
 from trainers.advantages import KLEstimator
 from trainers.arguments import add_help
@@ -27,6 +29,10 @@ RENAMED = {
     "stop_token": "generation_kwargs and the tokenizer's eos_token",
     "stop_token_id": "generation_kwargs and the tokenizer's eos_token",
     "local_rollout_forward_batch_size": "per_device_train_batch_size",
+    "model_adapter_name": "the adapter that is active in the trainer's model",
+    "ref_adapter_name": "nothing: the reference is the model without the adapter in training",
+    "num_sample_generations": "log_completions",
+    "exp_name": "run_name",
 }
 Truncation = Literal["zero", "bootstrap"]
 _CHOICES = {
@@ -37,21 +43,51 @@ _CHOICES = {
 }
 
 
-def _refuse_former_names(config: type) -> type:
+def _refuse_former(names: Iterable[str]) -> None:
+    for name in names:
+        if name in RENAMED:
+            raise TypeError(f"RolloutPPOConfig has no {name}; it is now {RENAMED[name]}")
+
+
+def _checking_names(config: type) -> type:
     """Answer a former argument before a dataclass would say that it knows no such name."""
     construct = config.__init__  # type: ignore[misc]
 
     @functools.wraps(construct)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() & RENAMED.keys():
-            raise TypeError(f"{config.__name__} has no {name}; it is now {RENAMED[name]}")
+        _refuse_former(kwargs)
         construct(self, *args, **kwargs)
 
     config.__init__ = checked  # type: ignore[misc]
     return config
 
 
-@_refuse_former_names
+class RolloutPPOParser(TrlParser):
+    """`trl.TrlParser`, which answers arguments of TRL's former PPO trainer with today's.
+
+    Raises:
+        TypeError: On parsing such an argument, from the command line or from YAML.
+
+    Example:
+        ```python
+        args, rollout = RolloutPPOParser((RolloutPPOConfig, RolloutConfig)).parse_args_and_config()
+        ```
+    """
+
+    def set_defaults_with_config(self, **kwargs: Any) -> Any:
+        """Take what stands in the YAML."""
+        _refuse_former(kwargs)
+        return super().set_defaults_with_config(**kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Take what stands on the command line, where a name may be written with dashes."""
+        words = sys.argv[1:] if args is None else args
+        options = (word.partition("=")[0] for word in words if word.startswith("--"))
+        _refuse_former(option[2:].replace("-", "_") for option in options)
+        return super().parse_known_args(args, namespace)
+
+
+@_checking_names
 @dataclass
 class RolloutPPOConfig(GRPOConfig):
     """`trl.GRPOConfig` with the arguments of PPO. What compares the rows of a group has no effect.
