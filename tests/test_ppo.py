@@ -48,7 +48,7 @@ def often_stopping():
 def build(tmp_path, kind=RolloutPPOTrainer, config=RolloutPPOConfig, **changes):
     """A trainer on the CPU; `changes` are arguments of its config and of its own."""
     own = ("value_model", "model", "reward_funcs", "processing_class", "train_dataset")
-    own += ("peft_config",)
+    own += ("peft_config", "tools", "environment_factory")
     given = {name: changes.pop(name) for name in own if name in changes}
     if issubclass(kind, RolloutPPOTrainer | RolloutGRPOTrainer):
         given["rollout"] = RolloutConfig(max_rows=64, page_tokens=4)

@@ -30,7 +30,7 @@ RENAMED = {
     "stop_token_id": "generation_kwargs and the tokenizer's eos_token",
     "local_rollout_forward_batch_size": "per_device_train_batch_size",
     "model_adapter_name": "the adapter that is active in the trainer's model",
-    "ref_adapter_name": "nothing: the reference is the model without the adapter in training",
+    "ref_adapter_name": "nothing: the reference is the model as training began",
     "num_sample_generations": "log_completions",
     "exp_name": "run_name",
 }
