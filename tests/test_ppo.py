@@ -11,7 +11,7 @@ import torch
 import trl_trainer
 from peft import LoraConfig
 from transformers.trainer_callback import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from rollout import RolloutConfig, UnsupportedTrainer
 from trainers import (
@@ -437,21 +437,6 @@ def test_arguments_that_do_not_go_together_are_refused(tmp_path, arguments, mess
 def test_grpos_arguments_are_not_enough(tmp_path):
     with pytest.raises(UnsupportedTrainer, match="RolloutPPOConfig"):
         build(tmp_path, PPOTrainer, GRPOConfig, num_generations=2)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_calculate_rewards",
-        "_compute_loss",
-        "_generate_and_score_completions",
-        "_get_per_token_logps_and_entropies",
-        "_load_optimizer_and_scheduler",
-        "_save_checkpoint",
-    ],
-)
-def test_what_is_wrapped_or_called_is_still_there(name):
-    assert callable(getattr(GRPOTrainer, name))
 
 
 @pytest.mark.slow

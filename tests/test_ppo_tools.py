@@ -16,7 +16,7 @@ KINDS = {
 
 
 def build(tmp_path, **changes):
-    """A trainer of conversations with short turns, a critic that says 0, and half a token's loss."""
+    """A trainer of conversations with short turns, and a critic that says 0."""
     tokenizer, model = tiny.tokenizer(), tiny.build()
     tokenizer.chat_template = test_tools.TEMPLATE
     tokenizer.response_template = "set, and never read"
