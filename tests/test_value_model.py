@@ -121,6 +121,24 @@ def test_two_critics_are_refused(tmp_path):
 
 
 @each_kind
+def test_values_come_to_explain_the_returns_of_a_policy_that_stands_still(kind):
+    """By a half of their variance, of which a critic of zeros explains nothing."""
+    settings = CriticSettings(learning_rate=3e-2, epochs=20)
+    critic = Critic(VALUE_MODELS[kind](adapted()), settings, Accelerator(cpu=True))
+    given = test_critic.batch()
+    kept = given.mask.bool()
+
+    def unexplained():
+        values = critic.values(given.input_ids, given.attention_mask, kept.shape[1])[:, :-1]
+        returns = given.returns[kept]
+        return ((returns - values[kept]).var() / returns.var()).item()
+
+    assert unexplained() == 1
+    critic.learn(given)
+    assert unexplained() < 0.5
+
+
+@each_kind
 def test_it_learns_saves_and_resumes_beside_an_adapted_policy(tmp_path, kind):
     arguments = {
         "critic": kind,
