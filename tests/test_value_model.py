@@ -138,6 +138,26 @@ def test_values_come_to_explain_the_returns_of_a_policy_that_stands_still(kind):
     assert unexplained() < 0.5
 
 
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_a_critics_activations_are_checkpointed_where_the_policys_are(tmp_path, kind):
+    """By default they are: of each layer its input is kept, and it is computed once more."""
+    found, calls = [], {True: 0, False: 0}
+    for checkpointing in (True, False):
+        changes = {"gradient_checkpointing": checkpointing, "peft_config": LORA}
+        torch.manual_seed(0)
+        critic = test_ppo.build(tmp_path, critic=kind, **changes).critic
+
+        def count(*_, checkpointing=checkpointing):
+            calls[checkpointing] += 1
+
+        critic.model.backbone.layers[0].mlp.register_forward_pre_hook(count)
+        critic.learn(test_critic.batch())
+        critic.learn(test_critic.batch())
+        found.append(torch.cat([p.detach().flatten() for p in own(critic.model)]))
+    assert calls == {True: 4, False: 2}
+    assert torch.equal(*found)
+
+
 @each_kind
 def test_it_learns_saves_and_resumes_beside_an_adapted_policy(tmp_path, kind):
     arguments = {

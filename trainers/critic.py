@@ -77,7 +77,7 @@ class Critic:
         """Begin the learning rate's way anew, as a training begins. Before, it is constant.
 
         Args:
-            num_rollouts: Calls of `learn` to come; the last one is the last above zero.
+            num_rollouts: Calls of `learn` to come, after which a rate that falls is zero.
         """
         self.scheduler = get_scheduler(
             self.settings.lr_scheduler_type,

@@ -31,7 +31,7 @@ from trainers.critic import Critic, ValueBatch
 from trainers.generator import RolloutGenerator
 from trainers.metrics import log_metrics
 from trainers.ppo_config import RolloutPPOConfig
-from trainers.value_model import VALUE_MODELS
+from trainers.value_model import VALUE_MODELS, ValueModel
 
 _CRITIC_FILE = "critic.pt"
 _CITATION = """\
@@ -257,8 +257,12 @@ def _whole_rows(scored: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _value_model(trainer: PPOTrainer) -> nn.Module:
+    """What `critic` names, and with checkpoints of its activations where the policy has them."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    return VALUE_MODELS[trainer.args.critic](policy)
+    model = VALUE_MODELS[trainer.args.critic](policy)
+    if isinstance(model, ValueModel) and trainer.args.gradient_checkpointing:
+        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def _check(trainer: PPOTrainer, value_model: nn.Module | None) -> None:

@@ -27,7 +27,7 @@ class ValueModel(nn.Module):
         hidden_size: Width of that.
     """
 
-    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+    def __init__(self, backbone: Any, hidden_size: int) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = _zero_head(hidden_size)
