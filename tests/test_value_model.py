@@ -15,7 +15,7 @@ from trainers.critic import Critic, CriticSettings
 from trainers.value_model import VALUE_MODELS, PolicyHead, ValueModel
 
 LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-DROPS = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)
+DROPS = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
 SETTINGS = CriticSettings(learning_rate=1e-2)
 each_kind = pytest.mark.parametrize("kind", ["adapter", "head"])
 
