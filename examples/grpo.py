@@ -119,11 +119,13 @@ def summarise(trainer: GRPOTrainer) -> float:
 
 
 def main(
-    trainer_class: type[GRPOTrainer] = GRPOTrainer, config_class: type[GRPOConfig] = GRPOConfig
+    trainer_class: type[GRPOTrainer] = GRPOTrainer,
+    config_class: type[GRPOConfig] = GRPOConfig,
+    parser_class: type[TrlParser] = TrlParser,
 ) -> None:
     os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; WANDB_MODE=online syncs
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    parser = TrlParser((ScriptArguments, config_class, RolloutConfig))
+    parser = parser_class((ScriptArguments, config_class, RolloutConfig))
     script, args, config = parser.parse_args_and_config()
     trainer = build_trainer(script, args, trainer_class)
     if script.rollouts == "engine":

@@ -176,6 +176,19 @@ def test_k1_and_k3_have_the_divergence_as_their_mean():
         close(mean, divergence, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", False)])
+def test_what_the_reward_pays_for_k1_is_the_divergences_gradient(estimator, unbiased):
+    """The policy gradient's expectation over a vocabulary of seven words, by enumeration."""
+    generator = torch.Generator().manual_seed(0)
+    logits, reference = torch.randn(2, 7, generator=generator, dtype=DOUBLE)
+    logps, ref_logps = logits.requires_grad_().log_softmax(-1), reference.log_softmax(-1)
+    divergence = (logps.exp() * (logps - ref_logps)).sum()
+    (wanted,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    price = kl_estimate(logps, ref_logps, estimator).detach()
+    (found,) = torch.autograd.grad((logps.exp().detach() * price * logps).sum(), logits)
+    assert torch.allclose(found, wanted, atol=1e-12, rtol=0) == unbiased
+
+
 def test_one_impossible_token_does_not_overflow():
     assert kl_estimate(torch.tensor(-200.0), torch.tensor(0.0), "k3").isfinite()
 

@@ -8,7 +8,9 @@ import tiny
 import torch
 from accelerate import Accelerator
 
-from trainers.critic import Critic, CriticSettings, ValueBatch, ValueModel, value_losses
+from rollout import UnsupportedTrainer
+from trainers.critic import Critic, CriticSettings, ValueBatch, value_losses
+from trainers.value_model import ValueModel
 
 PROMPT, TOKENS, ROWS = 4, 5, 6
 SETTINGS = CriticSettings(learning_rate=1e-3, micro_batch_rows=4)
@@ -161,13 +163,42 @@ def test_gradients_are_clipped():
     assert norms[1] == (pytest.approx(norms[0][0]), pytest.approx(1e-3, rel=1e-2))
 
 
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_the_learning_rate_goes_on_from_rollout_to_rollout(kind, wanted):
+    """Not from update to update, of which a rollout has two here."""
+    settings = CriticSettings(learning_rate=1e-3, lr_scheduler_type=kind, epochs=2)
+    critic, found = build(settings=settings), []
+    for _ in range(2):  # a second training begins anew
+        critic.schedule(len(wanted))
+        found.append([critic.learn(batch())["value/lr"] for _ in wanted])
+    for rates in found:
+        assert rates == pytest.approx([1e-3 * share for share in wanted], rel=1e-5)
+
+
 def test_a_saved_critic_goes_on_to_the_last_bit(tmp_path):
-    critic = build()
+    settings = CriticSettings(learning_rate=1e-3, lr_scheduler_type="linear")
+    critic = build(settings=settings)
+    critic.schedule(3)
     critic.learn(batch())
     torch.save(critic.state_dict(), tmp_path / "critic.pt")
-    other = build(copy.deepcopy(tiny.build(seed=5)))
+    other = build(copy.deepcopy(tiny.build(seed=5)), settings)
+    other.schedule(3)
     other.load_state_dict(torch.load(tmp_path / "critic.pt", weights_only=True))
     for each in (critic, other):
         torch.manual_seed(3)
-        each.learn(batch(seed=1))
+        assert each.learn(batch(seed=1))["value/lr"] == pytest.approx(2e-3 / 3)
     assert torch.equal(parameters(critic), parameters(other))
+
+
+def test_another_critics_checkpoint_is_refused():
+    critic, state = build(), build().state_dict()
+    state["model"]["head.scale"] = state["model"].pop("head.bias")
+    with pytest.raises(UnsupportedTrainer, match=r"2 weights are .* such as head\.bias; resume"):
+        critic.load_state_dict(state)

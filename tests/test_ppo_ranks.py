@@ -1,4 +1,4 @@
-"""PPO on two processes of a CPU (gloo): one critic, and one mean and variance over both."""
+"""PPO on two processes of a CPU (gloo) is PPO on one: policy, critic, and what both learn from."""
 
 import os
 import subprocess
@@ -6,72 +6,122 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_critic
+import test_ppo
+import test_value_model
 import torch
+from torch.nn.functional import pad
 
 TESTS = Path(__file__).parent
+KINDS = ("model", "adapter", "head")
+STEPS, ROWS = 3, 8
+# Of weights that have moved by 1e-2 and more. Sums over rows are rounded in another order, which
+# SGD leaves at 1e-7 in the policy; Adam divides the critic's small gradients by their own size.
+TOLERANCES = (1e-6, 5e-5)
 
-LEARN = """
+SCRIPT = """
 import sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
-import test_critic, test_ppo
+import test_ppo_ranks
 folder = Path(sys.argv[1])
-
-# The critic: each rank has its half of the rows, or one rank all of them.
-critic = test_critic.build()
-rank, count = critic.accelerator.process_index, critic.accelerator.num_processes
-half = test_critic.ROWS // count
-whole = test_critic.batch()
-logged = critic.learn(whole.rows(torch.arange(rank * half, (rank + 1) * half)))
-
-trainer = test_ppo.build(folder / str(count), max_steps=2)
-found = test_ppo.rollouts_of(trainer)
-trainer.train()
-sums = [scored["advantages"].sum().item() for scored in found]
-torch.save(
-    {
-        "critic": test_critic.parameters(critic),
-        "logged": logged,
-        "policy": test_ppo.weights(trainer.model),
-        "values": test_ppo.weights(trainer.critic.model),
-        "sums": sums,
-        "squares": [scored["advantages"].square().sum().item() for scored in found],
-        "tokens": [scored["completion_mask"].sum().item() for scored in found],
-    },
-    folder / f"{count}-{rank}.pt",
-)
+rank, found = test_ppo_ranks.learn(folder)
+torch.save(found, folder / f"{rank}.pt")
 """
 
 
-def run(tmp_path, num_processes):
-    """What each rank found."""
-    script = tmp_path / "learn.py"
-    script.write_text(LEARN)
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={num_processes}"]
+def learn(folder):
+    """What this rank finds: of a critic by itself, and of a trainer with each kind of critic."""
+    critic, rollout = test_critic.build(), test_critic.batch()
+    rank, count = critic.accelerator.process_index, critic.accelerator.num_processes
+    half = test_critic.ROWS // count
+    logged = critic.learn(rollout.rows(torch.arange(rank * half, (rank + 1) * half)))
+    found = {"critic": test_critic.parameters(critic), "logged": logged}
+    for kind in KINDS:
+        found[kind] = train(folder / f"{kind}-{count}", kind, rank, count)
+    return rank, found
+
+
+def train(folder, kind, rank, count):
+    """The whole trainer on this rank's share of eight rows a step.
+
+    A row's random numbers are by its place among all rows, whatever rank it is on, so that one and
+    two ranks draw the same completions.
+    """
+    own = ROWS // count
+    trainer = test_ppo.build(
+        folder,
+        critic=kind,
+        peft_config=None if kind == "model" else test_value_model.LORA,
+        per_device_train_batch_size=own,
+        optim="sgd",
+        learning_rate=0.1,
+        value_learning_rate=1e-2,
+        value_lr_scheduler_type="linear",
+        max_steps=STEPS,
+    )
+    trainer.vllm_generation._row_seeds = lambda num_rows: [
+        1000 * trainer.state.global_step + rank * own + row for row in range(num_rows)
+    ]
+    before, rollouts = weights(trainer), test_ppo.rollouts_of(trainer)
+    trainer.train()
+    names = ("completion_ids", "completion_mask", "advantages")
+    return {
+        "wrapper": type(trainer.critic.model).__name__,
+        "before": before,
+        "weights": weights(trainer),
+        "rows": [[rollout[name] for name in names] for rollout in rollouts],
+    }
+
+
+def weights(trainer):
+    return [test_ppo.weights(model) for model in (trainer.model, trainer.critic.model)]
+
+
+def on_two_ranks(tmp_path):
+    """What each of two processes finds."""
+    (tmp_path / "learn.py").write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     paths = [str(folder) for folder in (TESTS.parent, TESTS, TESTS.parent / "examples")]
     result = subprocess.run(
-        [sys.executable, *launcher, "--standalone", str(script), str(tmp_path)],
+        [sys.executable, *launcher, str(tmp_path / "learn.py"), str(tmp_path)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "true"},
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    return [torch.load(tmp_path / f"{num_processes}-{n}.pt") for n in range(num_processes)]
+    return [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+
+
+def together(ranks, width):
+    """Rows of both ranks, each padded to the longest of its own, one after the other."""
+    return [
+        torch.cat([pad(x, (0, width - x.shape[1])) for x in both])
+        for both in zip(*ranks, strict=True)
+    ]
 
 
 @pytest.mark.slow
-def test_two_ranks_have_one_critic_which_learns_as_on_one(tmp_path):
-    (alone,), ranks = run(tmp_path, 1), run(tmp_path, 2)
+def test_two_ranks_learn_as_one_does_with_all_rows(tmp_path):
+    (_, alone), ranks = learn(tmp_path), on_two_ranks(tmp_path)
     for rank in ranks:
         torch.testing.assert_close(rank["critic"], alone["critic"], atol=2e-5, rtol=1e-4)
         assert rank["logged"] == pytest.approx(alone["logged"], rel=1e-4)
-    for name in ("policy", "values"):
-        assert torch.equal(ranks[0][name], ranks[1][name])
-    for step in range(2):
-        sums, squares, tokens = (
-            sum(rank[name][step] for rank in ranks) for name in ("sums", "squares", "tokens")
-        )
-        assert sums / tokens == pytest.approx(0, abs=1e-5)
-        assert squares / tokens == pytest.approx(1, abs=1e-3)
-        assert abs(ranks[0]["sums"][step]) > 1e-2  # no rank is whitened by itself
+    for kind in KINDS:
+        one, two = alone[kind], [rank[kind] for rank in ranks]
+        assert {rank["wrapper"] for rank in two} == {"DistributedDataParallel"}
+        for step in range(STEPS):
+            ids, mask, advantages = one["rows"][step]
+            found = together([rank["rows"][step] for rank in two], mask.shape[1])
+            assert torch.equal(found[1], mask)
+            assert torch.equal(found[0] * mask, ids * mask)
+            # Whitened over both ranks: by itself, each would have a mean of 0.
+            torch.testing.assert_close(found[2], advantages, atol=1e-5, rtol=1e-5)
+            assert abs(two[0]["rows"][step][2].sum()) > 1e-2
+        for place, tolerance in enumerate(TOLERANCES):
+            end = one["weights"][place]
+            assert (end - one["before"][place]).abs().max() > 1e-2
+            for rank in two:
+                torch.testing.assert_close(rank["weights"][place], end, atol=tolerance, rtol=0)
+            assert torch.equal(two[0]["weights"][place], two[1]["weights"][place])

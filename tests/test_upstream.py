@@ -5,6 +5,7 @@ Nothing here attaches an engine, which would refuse a TRL that it does not know.
 """
 
 import ast
+import copy
 import inspect
 import textwrap
 from types import SimpleNamespace
@@ -13,10 +14,15 @@ import pytest
 import tiny
 import torch
 import trl_family
-from transformers import AttentionInterface
+import trl_trainer
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AttentionInterface, get_scheduler
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from trl import GRPOTrainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout.attention import _HARMLESS
@@ -242,3 +248,209 @@ def test_logits_are_computed_at_the_positions_that_are_asked_for(family):
     with torch.no_grad():
         every, some = model(ids).logits, model(ids, logits_to_keep=kept).logits
     assert torch.allclose(some, every[:, kept], atol=1e-5)
+
+
+# --- what PPO wraps, calls and reads
+
+
+PPO_WRAPS = {
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_generate_and_score_completions": ("inputs",),
+    "_compute_loss": ("model", "inputs"),
+    "create_scheduler": ("num_training_steps", "optimizer"),
+    "_save_checkpoint": ("model", "trial"),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+}
+PPO_CALLS = {
+    (GRPOTrainer, "_get_per_token_logps_and_entropies"): (
+        "model input_ids attention_mask logits_to_keep batch_size"
+    ),
+    (GRPOTrainer, "_get_output_dir"): "trial",
+    (Accelerator, "prepare_model"): "model",
+    (Accelerator, "unwrap_model"): "model",
+    (Accelerator, "reduce"): "tensor reduction",
+    (Accelerator, "gather"): "tensor",
+    (PeftModel, "get_base_model"): "",
+    (TrlParser, "set_defaults_with_config"): "kwargs",
+    (TrlParser, "parse_known_args"): "args namespace",
+}
+
+
+@pytest.mark.parametrize("name", PPO_WRAPS)
+def test_ppo_wraps_methods_of_these_signatures(name):
+    parameters = tuple(inspect.signature(getattr(GRPOTrainer, name)).parameters)
+    assert parameters == ("self", *PPO_WRAPS[name])
+
+
+@pytest.mark.parametrize(("owner", "name"), PPO_CALLS, ids=str)
+def test_ppo_calls_methods_that_have_these_parameters(owner, name):
+    found = list(inspect.signature(getattr(owner, name)).parameters)[1:]
+    wanted = PPO_CALLS[owner, name].split()
+    assert found[: len(wanted)] == wanted
+
+
+def one_of_each(tmp_path, checkpoint=None, **changes):
+    """A stock trainer after some steps; results of what PPO wraps, and the order of its calls."""
+    trainer, results, order = trl_family.build("GRPO", tmp_path, **changes), {}, []
+
+    def watch(name):
+        method = getattr(trainer, name)
+
+        def watched(*args, **kwargs):
+            order.append(name)
+            results[name] = method(*args, **kwargs)
+            return results[name]
+
+        setattr(trainer, name, watched)
+
+    for name in (*PPO_WRAPS, "_prepare_inputs"):
+        watch(name)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer, results, order
+
+
+def test_ppo_finds_in_a_rollout_and_on_the_trainer_what_it_reads(tmp_path):
+    changes = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer, results, order = one_of_each(tmp_path, **changes)
+    scored, rewards = results["_generate_and_score_completions"], results["_calculate_rewards"]
+    for side in ("prompt", "completion"):
+        ids, mask = scored[f"{side}_ids"], scored[f"{side}_mask"]
+        assert ids.shape == mask.shape
+        assert ids.dtype == mask.dtype == torch.int64
+    assert rewards.shape == (8, 1)
+    assert trainer.reward_weights.tolist() == [1.0]
+    assert scored["advantages"].shape == (8,)
+    assert len(trainer._logs["advantages"]) == 8
+    assert trainer._is_vlm is False
+    assert (trainer.beta, trainer.num_iterations) == (0.0, 1)
+    assert tiny.EOS in trainer.eos_token_ids
+    assert trainer._tokenizer.pad_token_id == 0
+    assert trl_trainer.logged(trainer, "frac_reward_zero_std")
+    assert trainer.accelerator.distributed_type == DistributedType.NO
+    assert trainer.accelerator.mixed_precision == "no"
+    folder = trainer._get_output_dir(trial=None)
+    assert (tmp_path / f"{PREFIX_CHECKPOINT_DIR}-1").samefile(f"{folder}/checkpoint-1")
+    step = "_prepare_inputs _generate_and_score_completions _calculate_rewards _compute_loss"
+    assert order == ["create_scheduler", *step.split(), "_save_checkpoint"]
+    # There is a schedule before its state is loaded.
+    *_, order = one_of_each(tmp_path, f"{folder}/checkpoint-1", max_steps=2)
+    assert order == ["create_scheduler", "_load_optimizer_and_scheduler", *step.split()]
+
+
+def test_a_reward_that_nobody_gives_is_not_a_number(tmp_path):
+    trainer = trl_family.build("GRPO", tmp_path)
+    trainer.reward_funcs = [lambda **_: [None, 1.0]]
+    rewards = trainer._calculate_rewards([{}, {}], ["a", "b"], ["c", "d"], [[9], [9]])
+    assert rewards.isnan().tolist() == [[True], [False]]
+
+
+def test_a_rollout_serves_as_many_pieces_as_ppos_schedule_counts(tmp_path):
+    """`steps_per_generation * num_iterations` pieces, of which two make a step here."""
+    _, _, order = one_of_each(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        num_iterations=2,
+        max_steps=5,
+    )
+    assert order.count("_compute_loss") == 5 * 2
+    assert order.count("_generate_and_score_completions") == 2
+    pieces = [name for name in order if name in ("_prepare_inputs", "_calculate_rewards")]
+    assert [i for i, name in enumerate(pieces) if name == "_calculate_rewards"] == [1, 10]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+def test_the_policys_loss_takes_an_advantage_a_token(tmp_path, loss_type):
+    """Where all tokens of a row have the row's, loss and gradient are the row's to rounding."""
+    trainer = trl_family.build("GRPO", tmp_path, loss_type=loss_type)
+    scored = rollout(trainer)
+    found = []
+    for advantages in (scored["advantages"], scored["advantages"][:, None].expand(-1, 9)):
+        loss = trainer._compute_loss(trainer.model, {**scored, "advantages": advantages})
+        trainer.model.zero_grad()
+        loss.backward()
+        found.append((loss.detach(), [p.grad.clone() for p in trainer.model.parameters()]))
+    (loss, gradients), (token_loss, token_gradients) = found
+    assert max(gradient.abs().max() for gradient in gradients) > 1e-4
+    torch.testing.assert_close(token_loss, loss, atol=1e-6, rtol=1e-5)
+    for one, other in zip(gradients, token_gradients, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-6, rtol=1e-4)
+
+
+def rollout(trainer):
+    """Eight made-up rows of three and nine tokens, with other advantages each."""
+    generator = torch.Generator().manual_seed(0)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    ids = torch.randint(8, tiny.VOCAB, (8, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[::2, 7:] = 0
+    return {
+        "prompt_ids": ids[:, :3],
+        "prompt_mask": mask[:, :3],
+        "completion_ids": ids[:, 3:],
+        "completion_mask": mask[:, 3:],
+        "advantages": torch.linspace(-2, 2, 8),
+        "num_items_in_batch": mask[:, 3:].sum(),
+    }
+
+
+def test_one_completion_a_prompt_is_refused_by_the_config_alone(tmp_path):
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        GRPOConfig(output_dir=str(tmp_path), num_generations=1, use_cpu=True, bf16=False)
+
+
+def test_names_of_arguments_reach_the_parser_as_they_were_written(tmp_path):
+    """Those of YAML as keywords, and those of the command line as words."""
+    seen = []
+
+    class Parser(TrlParser):
+        def set_defaults_with_config(self, **kwargs):
+            seen.append(kwargs)
+            return super().set_defaults_with_config(**kwargs)
+
+        def parse_known_args(self, args=None, namespace=None):
+            seen.append(args)
+            return super().parse_known_args(args, namespace)
+
+    path = tmp_path / "config.yaml"
+    path.write_text("use_cpu: true\nbf16: false\n")
+    Parser((GRPOConfig,)).parse_args_and_config(["--config", str(path), "--beta=0.1"])
+    assert seen == [{"use_cpu": True, "bf16": False}, ["--beta=0.1"]]
+
+
+@each_family
+def test_a_decoder_gives_its_last_states_to_a_critic(family):
+    """`base_model` is the model without its head, PEFT's `get_base_model` what it has wrapped."""
+    model = tiny.build(family).eval()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    decoder = adapted.get_base_model().base_model
+    assert not any(module is decoder for module in (model, adapted))
+    ids = torch.arange(8, 14)[None]
+    states = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    assert states.last_hidden_state.shape == (1, 6, model.config.get_text_config().hidden_size)
+    trained = [name for name, p in decoder.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert not any("lora_" in name for name, _ in copy.deepcopy(adapted).unload().named_modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("constant", [1, 1]), ("linear", [1, 0.5]), ("cosine", [1, 0.5])]
+)
+def test_a_schedule_is_a_share_of_the_rate_that_a_state_brings_back(kind, wanted):
+    def begin():
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=2.0)
+        steps = {"num_warmup_steps": 0, "num_training_steps": 2}
+        return optimizer, get_scheduler(kind, optimizer, **steps)
+
+    optimizer, scheduler = begin()
+    rates = [optimizer.param_groups[0]["lr"]]
+    optimizer.step()
+    scheduler.step()
+    again = begin()
+    for new, old in zip(again, (optimizer, scheduler), strict=True):
+        new.load_state_dict(old.state_dict())
+    rates.append(again[0].param_groups[0]["lr"])
+    assert rates == pytest.approx([2 * share for share in wanted])

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from trainers.generator import RolloutGenerator
     from trainers.grpo import RolloutGRPOTrainer
     from trainers.ppo import PPOTrainer, RolloutPPOTrainer
-    from trainers.ppo_config import RolloutPPOConfig
+    from trainers.ppo_config import RolloutPPOConfig, RolloutPPOParser
 
 __all__ = [
     "PPOTrainer",
     "RolloutGRPOTrainer",
     "RolloutGenerator",
     "RolloutPPOConfig",
+    "RolloutPPOParser",
     "RolloutPPOTrainer",
 ]
 
@@ -28,6 +29,7 @@ _HOMES = {
     "RolloutGRPOTrainer": "grpo",
     "RolloutGenerator": "generator",
     "RolloutPPOConfig": "ppo_config",
+    "RolloutPPOParser": "ppo_config",
     "RolloutPPOTrainer": "ppo",
 }
 

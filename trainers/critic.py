@@ -1,67 +1,21 @@
-"""The critic: a value for each state of a completion, from a model and an optimizer of its own.
+"""The critic: a value for each state of a completion, by an optimizer and a schedule of its own.
 
-It shares nothing with the policy once it is made, so the policy's loss, optimizer, checkpoints and
-wrappers stay what they are without one.
+The policy's loss, optimizer, checkpoints and wrappers stay what they are without one.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import get_scheduler
 
+from rollout.errors import UnsupportedTrainer
 
-class ValueModel(nn.Module):
-    """A decoder and a linear head from its last hidden state to one number a position.
-
-    The head is zero at first, so that the first advantages are those of no critic at all, and it is
-    computed in float32.
-
-    Args:
-        backbone: Called as a transformers model; its output has `last_hidden_state`.
-        hidden_size: Width of that.
-    """
-
-    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
-        super().__init__()
-        self.backbone = backbone.requires_grad_(True)
-        # Without its random start: the trainer's random numbers stay those of a run without critic.
-        self.head = nn.utils.skip_init(nn.Linear, hidden_size, 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    @classmethod
-    def from_policy(cls, policy: Any) -> Self:
-        """Start from a copy of the policy's own weights, without its adapters.
-
-        Args:
-            policy: A causal language model of transformers, or a PEFT model around one.
-        """
-        adapted = hasattr(policy, "unload")  # PEFT's, whose `base_model` holds the adapters
-        backbone = copy.deepcopy(policy).unload().base_model if adapted else None
-        backbone = backbone or copy.deepcopy(policy.base_model)
-        device = next(backbone.parameters()).device
-        return cls(backbone, policy.config.get_text_config().hidden_size).to(device)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, num_values: int) -> Tensor:
-        """Values at the last positions.
-
-        Args:
-            input_ids: (B, S).
-            attention_mask: (B, S), 0 for padding.
-            num_values: How many positions, from the last one backwards.
-
-        Returns:
-            (B, num_values), float32. Each reads its own token and those before it.
-        """
-        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        hidden = output.last_hidden_state[:, -num_values:].float()
-        with torch.autocast(hidden.device.type, enabled=False):
-            values: Tensor = self.head(hidden)[..., 0]
-        return values
+# Those of transformers that need no further argument, and come to an end.
+ValueSchedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +23,7 @@ class CriticSettings:
     """How the critic learns; `RolloutPPOConfig` says what each is for."""
 
     learning_rate: float
+    lr_scheduler_type: ValueSchedule = "constant"
     epochs: int = 1
     mini_batches: int = 1
     micro_batch_rows: int = 8
@@ -102,7 +57,8 @@ class Critic:
     """A value model with its optimizer, on one rank or on several.
 
     Args:
-        model: A module called as `ValueModel` is.
+        model: A module called as `value_model.ValueModel` is. What needs no gradient in it is
+            neither trained nor saved.
         settings: How it learns.
         accelerator: Accelerate's; places the model, and adds up over ranks.
     """
@@ -111,8 +67,23 @@ class Critic:
         self.settings = settings
         self.accelerator = accelerator
         self.model = accelerator.prepare_model(model)
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            self._trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.scheduler = get_scheduler("constant", self.optimizer)
+
+    def schedule(self, num_rollouts: int) -> None:
+        """Begin the learning rate's way anew, as a training begins. Before, it is constant.
+
+        Args:
+            num_rollouts: Calls of `learn` to come, after which a rate that falls is zero.
+        """
+        self.scheduler = get_scheduler(
+            self.settings.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=0,
+            num_training_steps=num_rollouts,
         )
 
     @torch.no_grad()
@@ -135,7 +106,7 @@ class Critic:
         return rows.split(self.settings.micro_batch_rows)
 
     def learn(self, batch: ValueBatch) -> dict[str, float]:
-        """Make the updates of one rollout.
+        """Make the updates of one rollout, all at one learning rate.
 
         Args:
             batch: This rank's rows; every rank has as many.
@@ -148,7 +119,10 @@ class Critic:
         for index in self._mini_batches(batch):
             for name, value in self._update(batch.rows(index)).items():
                 found[name].append(value)
-        return {name: sum(values) / len(values) for name, values in found.items()}
+        means = {name: sum(values) / len(values) for name, values in found.items()}
+        means["value/lr"] = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step()
+        return means
 
     def _mini_batches(self, batch: ValueBatch) -> Iterator[Tensor]:
         """Rows in a new order each epoch, by the random numbers that a resumed run has again."""
@@ -167,8 +141,7 @@ class Critic:
             # Gradients of ranks are averaged, so each one's sum counts as many times.
             (losses.sum() * self.accelerator.num_processes / num_tokens).backward()
             sums += torch.stack([losses.detach().sum(), clipped.sum()])
-        parameters = self.model.parameters()
-        norm = nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self._trained, self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loss, clip_ratio = (self._total(sums) / num_tokens).tolist()
@@ -188,14 +161,34 @@ class Critic:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on to the last bit: weights and optimizer."""
+        """All that a resumed run needs to go on to the last bit, but for what is frozen."""
+        return {
+            "model": self._own_state(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def _own_state(self) -> dict[str, Tensor]:
         model = self.accelerator.unwrap_model(self.model)
-        return {"model": model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        return {name: each for name, each in model.state_dict().items() if name not in frozen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
+        """Go on from what `state_dict` gave.
+
+        Raises:
+            UnsupportedTrainer: It was another kind of critic that gave it.
+        """
+        if other := self._own_state().keys() ^ state["model"].keys():
+            raise UnsupportedTrainer(
+                f"the critic of this checkpoint is another one: {len(other)} weights are in one of "
+                f"the two alone, such as {min(other)}; resume with the `critic` or `value_model` "
+                "that it was saved with"
+            )
+        model = self.accelerator.unwrap_model(self.model)
+        model.load_state_dict({**model.state_dict(), **state["model"]})
         self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
 
 
 def value_losses(

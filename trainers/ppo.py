@@ -4,6 +4,7 @@ Methods of TRL are wrapped, never copied. The critic learns from each rollout be
 does; the policy's loss is TRL's own.
 """
 
+import math
 import os
 from typing import Any
 
@@ -26,10 +27,11 @@ from trainers.advantages import (
     token_rewards,
     whiten,
 )
-from trainers.critic import Critic, ValueBatch, ValueModel
+from trainers.critic import Critic, ValueBatch
 from trainers.generator import RolloutGenerator
 from trainers.metrics import log_metrics
 from trainers.ppo_config import RolloutPPOConfig
+from trainers.value_model import VALUE_MODELS, ValueModel
 
 _CRITIC_FILE = "critic.pt"
 _CITATION = """\
@@ -49,7 +51,7 @@ class PPOTrainer(GRPOTrainer):
 
     Args:
         *args: TRL's own; its arguments are a `RolloutPPOConfig`.
-        value_model: A module called as `critic.ValueModel` is. By default a copy of the policy.
+        value_model: A module called as `value_model.ValueModel` is, instead of what `critic` names.
         **kwargs: TRL's own.
 
     Raises:
@@ -69,10 +71,9 @@ class PPOTrainer(GRPOTrainer):
 
     def __init__(self, *args: Any, value_model: nn.Module | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _check(self)
-        if value_model is None:
-            value_model = ValueModel.from_policy(self.accelerator.unwrap_model(self.model))
-        self.critic = Critic(value_model, self.args.critic_settings(), self.accelerator)
+        _check(self, value_model)
+        model = _value_model(self) if value_model is None else value_model
+        self.critic = Critic(model, self.args.critic_settings(), self.accelerator)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep what TRL adds up and then compares: rewards of all ranks, a column a function."""
@@ -167,7 +168,6 @@ class PPOTrainer(GRPOTrainer):
         found = {
             "value/mean": self._moments(values, mask)[0],
             "value/explained_variance": 1 - unexplained / max(spread, 1e-8),
-            "value/lr": self.critic.settings.learning_rate,
             "returns/mean": returned,
             "advantage/mean_raw": advantage,
             "advantage/std_raw": variance**0.5,
@@ -196,6 +196,13 @@ class PPOTrainer(GRPOTrainer):
             self.beta = beta
         warming_up = self.state.global_step < self.args.value_warmup_steps
         return loss * 0.0 if warming_up and self.model.training else loss
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make TRL's schedule, and begin the critic's, which counts rollouts."""
+        pieces: int = num_training_steps * self.args.gradient_accumulation_steps
+        pieces_a_rollout = (self.args.steps_per_generation or 1) * self.num_iterations
+        self.critic.schedule(math.ceil(pieces / pieces_a_rollout))
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
@@ -249,10 +256,23 @@ def _whole_rows(scored: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return ids, torch.cat([scored["prompt_mask"], scored["completion_mask"]], dim=1)
 
 
-def _check(trainer: PPOTrainer) -> None:
+def _value_model(trainer: PPOTrainer) -> nn.Module:
+    """What `critic` names, and with checkpoints of its activations where the policy has them."""
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    model = VALUE_MODELS[trainer.args.critic](policy)
+    if isinstance(model, ValueModel) and trainer.args.gradient_checkpointing:
+        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _check(trainer: PPOTrainer, value_model: nn.Module | None) -> None:
     """Refuse what the critic was not made for."""
     if not isinstance(trainer.args, RolloutPPOConfig):
         raise UnsupportedTrainer("PPO has arguments of its own; pass args=RolloutPPOConfig(...)")
+    if value_model is not None and trainer.args.critic != "model":
+        raise UnsupportedTrainer(
+            f"value_model and critic={trainer.args.critic!r} are two critics; drop one"
+        )
     if trainer._is_vlm:
         raise UnsupportedTrainer("the critic cannot read images; use a model of text alone")
     if trainer.accelerator.distributed_type not in _PLACES:

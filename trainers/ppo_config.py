@@ -1,14 +1,17 @@
 """Arguments of PPO: TRL's of GRPO, and those of the critic and of its advantages."""
 
 import functools
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from trl import GRPOConfig
+from trl import GRPOConfig, TrlParser
 
 from trainers.advantages import KLEstimator
 from trainers.arguments import add_help
-from trainers.critic import CriticSettings
+from trainers.critic import CriticSettings, ValueSchedule
+from trainers.value_model import CriticKind
 
 # Arguments of the PPO trainer that TRL had up to 1.12, and what has taken their place.
 RENAMED = {
@@ -26,25 +29,65 @@ RENAMED = {
     "stop_token": "generation_kwargs and the tokenizer's eos_token",
     "stop_token_id": "generation_kwargs and the tokenizer's eos_token",
     "local_rollout_forward_batch_size": "per_device_train_batch_size",
+    "model_adapter_name": "the adapter that is active in the trainer's model",
+    "ref_adapter_name": "nothing: the reference is the model as training began",
+    "num_sample_generations": "log_completions",
+    "exp_name": "run_name",
 }
 Truncation = Literal["zero", "bootstrap"]
+_CHOICES = {
+    "critic": CriticKind,
+    "kl_estimator": KLEstimator,
+    "truncation_value": Truncation,
+    "value_lr_scheduler_type": ValueSchedule,
+}
 
 
-def _refuse_former_names(config: type) -> type:
+def _refuse_former(names: Iterable[str]) -> None:
+    for name in names:
+        if name in RENAMED:
+            raise TypeError(f"RolloutPPOConfig has no {name}; it is now {RENAMED[name]}")
+
+
+def _checking_names(config: type) -> type:
     """Answer a former argument before a dataclass would say that it knows no such name."""
     construct = config.__init__  # type: ignore[misc]
 
     @functools.wraps(construct)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() & RENAMED.keys():
-            raise TypeError(f"{config.__name__} has no {name}; it is now {RENAMED[name]}")
+        _refuse_former(kwargs)
         construct(self, *args, **kwargs)
 
     config.__init__ = checked  # type: ignore[misc]
     return config
 
 
-@_refuse_former_names
+class RolloutPPOParser(TrlParser):
+    """`trl.TrlParser`, which answers arguments of TRL's former PPO trainer with today's.
+
+    Raises:
+        TypeError: On parsing such an argument, from the command line or from YAML.
+
+    Example:
+        ```python
+        args, rollout = RolloutPPOParser((RolloutPPOConfig, RolloutConfig)).parse_args_and_config()
+        ```
+    """
+
+    def set_defaults_with_config(self, **kwargs: Any) -> Any:
+        """Take what stands in the YAML."""
+        _refuse_former(kwargs)
+        return super().set_defaults_with_config(**kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Take what stands on the command line, where a name may be written with dashes."""
+        words = sys.argv[1:] if args is None else args
+        options = (word.partition("=")[0] for word in words if word.startswith("--"))
+        _refuse_former(option[2:].replace("-", "_") for option in options)
+        return super().parse_known_args(args, namespace)
+
+
+@_checking_names
 @dataclass
 class RolloutPPOConfig(GRPOConfig):
     """`trl.GRPOConfig` with the arguments of PPO. What compares the rows of a group has no effect.
@@ -84,8 +127,15 @@ class RolloutPPOConfig(GRPOConfig):
     truncation_value: Truncation = "zero"
     """What comes after a completion that was cut off: zero, or bootstrap for the critic's value."""
 
+    critic: CriticKind = "model"
+    """model: a copy of the policy. adapter: the policy's frozen weights, and adapters of its own.
+    head: the policy's hidden states, detached. All have a head of zeros at first."""
+
     value_learning_rate: float | None = None
-    """The critic's, constant. Five times learning_rate by default."""
+    """The critic's at first. Five times learning_rate by default; a head alone wants far more."""
+
+    value_lr_scheduler_type: ValueSchedule = "constant"
+    """How it goes on from rollout to rollout: constant, or to zero, linear or cosine."""
 
     value_epochs: int = 1
     """Times that the critic goes over each rollout."""
@@ -119,7 +169,7 @@ class RolloutPPOConfig(GRPOConfig):
             raise ValueError("kl_coef has the divergence in the reward, beta in the loss; drop one")
         if self.value_warmup_steps and self.weight_decay:
             raise ValueError("weight_decay would change the policy during value_warmup_steps")
-        for name, kind in (("kl_estimator", KLEstimator), ("truncation_value", Truncation)):
+        for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not one of {get_args(kind)}")
 
@@ -128,6 +178,7 @@ class RolloutPPOConfig(GRPOConfig):
         rate = self.value_learning_rate
         return CriticSettings(
             learning_rate=5 * self.learning_rate if rate is None else rate,
+            lr_scheduler_type=self.value_lr_scheduler_type,
             epochs=self.value_epochs,
             mini_batches=self.value_mini_batches,
             micro_batch_rows=self.per_device_train_batch_size,
