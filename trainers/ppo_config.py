@@ -132,7 +132,7 @@ class RolloutPPOConfig(GRPOConfig):
     head: the policy's hidden states, detached. All have a head of zeros at first."""
 
     value_learning_rate: float | None = None
-    """The critic's at first. Five times learning_rate by default; a head alone wants far more."""
+    """The critic's at first. Five times learning_rate by default."""
 
     value_lr_scheduler_type: ValueSchedule = "constant"
     """How it goes on from rollout to rollout: constant, or to zero, linear or cosine."""
