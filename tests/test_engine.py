@@ -20,13 +20,13 @@ def engine_for(model, **changes):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_tokens_equal_generate_and_logprobs_a_full_forward(family):
-    model, prompts = tiny.build(family), tiny.prompts(9)
-    sampling = SamplingParams(max_new_tokens=24, temperature=0.0, eos_token_ids=(tiny.EOS,))
+    model, prompts = tiny.build(family), tiny.prompts(7)
+    sampling = SamplingParams(max_new_tokens=16, temperature=0.0, eos_token_ids=(tiny.EOS,))
     with engine_for(model) as engine:
         completions = engine.generate(prompts, sampling)
     model.eval()
     for prompt, completion in zip(prompts, completions, strict=True):
-        assert completion.token_ids == tiny.greedy(model, prompt, 24)
+        assert completion.token_ids == tiny.greedy(model, prompt, 16)
         wanted = tiny.logprobs(model, prompt, completion.token_ids)
         assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
         by_eos = completion.token_ids[-1] == tiny.EOS
@@ -58,6 +58,14 @@ def rows_of(prompts, sampling, seeds, order, wrap=lambda engine: engine, **chang
     return [(back[i].token_ids, back[i].logprobs) for i in range(len(prompts))]
 
 
+@pytest.fixture(scope="module")
+def wanted():
+    """Rows of `workload` in order, by the history model and by a real one."""
+    work = workload()
+    order = range(len(work[0]))
+    return rows_of(*work, order, wrap=fakes.with_history_model), rows_of(*work, order)
+
+
 def workload(count=23):
     prompts = tiny.prompts(count, seed=3)
     sampling = [
@@ -82,41 +90,37 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("shuffle", [0, 1])
-def test_rows_are_bitwise_the_same_in_any_batch(settings, shuffle):
+def test_rows_are_bitwise_the_same_in_any_batch(settings, shuffle, wanted):
     work = workload()
     order = list(range(len(work[0])))
-    wanted = rows_of(*work, order, wrap=fakes.with_history_model)
     random.Random(shuffle).shuffle(order)
-    assert rows_of(*work, order, wrap=fakes.with_history_model, **settings) == wanted
-    assert len({tuple(tokens) for tokens, _ in wanted}) > 15
+    assert rows_of(*work, order, wrap=fakes.with_history_model, **settings) == wanted[0]
+    assert len({tuple(tokens) for tokens, _ in wanted[0]}) > 15
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_real_models_give_equal_tokens_in_any_batch(settings):
+def test_real_models_give_equal_tokens_in_any_batch(settings, wanted):
     work = workload()
     order = list(range(len(work[0])))
-    wanted = rows_of(*work, order)
     random.Random(1).shuffle(order)
     found = rows_of(*work, order, **settings)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
-    for (_, ours), (_, theirs) in zip(found, wanted, strict=True):
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted[1]]
+    for (_, ours), (_, theirs) in zip(found, wanted[1], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_kv_bytes_bounds_the_pages_and_changes_no_row():
+def test_kv_bytes_bounds_the_pages_and_changes_no_row(wanted):
     work = workload()
     order = list(range(len(work[0])))
-    wanted = rows_of(*work, order, wrap=fakes.with_history_model)
     with engine_for(tiny.build()) as engine:
         page_bytes = engine.worker.kv_cache.layout.page_bytes
     # The longest row has 14 + 19 tokens: 8 pages of 4, and the trash page.
     tight = {"kv_bytes": 9 * page_bytes}
-    assert rows_of(*work, order, wrap=fakes.with_history_model, **tight) == wanted
+    assert rows_of(*work, order, wrap=fakes.with_history_model, **tight) == wanted[0]
 
 
-def test_submit_and_step_serve_rows_that_arrive_while_others_run():
+def test_submit_and_step_serve_rows_that_arrive_while_others_run(wanted):
     prompts, sampling, seeds = workload()
-    wanted = rows_of(prompts, sampling, seeds, range(len(prompts)), wrap=fakes.with_history_model)
     with fakes.with_history_model(engine_for(tiny.build())) as engine:
         waiting, done, ids = list(range(len(prompts))), {}, {}
         while waiting or engine.busy:
@@ -127,7 +131,7 @@ def test_submit_and_step_serve_rows_that_arrive_while_others_run():
                 done[ids[completion.row]] = (completion.token_ids, completion.logprobs)
         assert engine.step() == []
         assert engine.policy_version == 1
-    assert [done[i] for i in range(len(prompts))] == wanted
+    assert [done[i] for i in range(len(prompts))] == wanted[0]
 
 
 def test_a_larger_row_that_arrives_while_others_run_finds_pages():
@@ -198,10 +202,10 @@ def test_model_and_global_random_states_are_left_as_found(fail, training):
 @pytest.mark.parametrize("num_slots", [1, 2])
 @pytest.mark.parametrize("part", ["prefill", "decode"])
 @pytest.mark.parametrize("nth", [1, 5])
-def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(num_slots, part, nth):
+def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(
+    num_slots, part, nth, wanted
+):
     work = workload()
-    order = range(len(work[0]))
-    wanted = rows_of(*work, order, wrap=fakes.with_history_model)
     with fakes.with_history_model(engine_for(tiny.build(), num_slots=num_slots)) as engine:
         run, calls = getattr(engine.worker.graphs.forward, part), []
 
@@ -218,7 +222,7 @@ def test_a_failure_in_a_step_raises_frees_everything_and_the_next_call_works(num
         assert engine.scheduler.pages.num_used == 0
         engine.scheduler.check()
         completions = engine.generate(*work)
-    assert [(c.token_ids, c.logprobs) for c in completions] == wanted
+    assert [(c.token_ids, c.logprobs) for c in completions] == wanted[0]
 
 
 def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change():
@@ -242,9 +246,8 @@ def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change
             engine.step()
 
 
-def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch):
+def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch, wanted):
     work = workload()
-    wanted = rows_of(*work, range(len(work[0])), wrap=fakes.with_history_model)
 
     class Interrupted(rollout.engine.tqdm):
         def update(self, n=1):
@@ -256,7 +259,7 @@ def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(*work)
         assert not engine.busy
-        assert [(c.token_ids, c.logprobs) for c in engine.generate(*work)] == wanted
+        assert [(c.token_ids, c.logprobs) for c in engine.generate(*work)] == wanted[0]
 
 
 def test_a_failed_growth_leaves_no_pages_that_are_not_there(monkeypatch):
