@@ -1,7 +1,7 @@
 # `make` alone lists the targets. Everything runs in .venv, which is made on first use.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 TRL ?=
 

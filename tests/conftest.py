@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 
 # Read by the libraries when they are imported, so before anything else is.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +26,13 @@ settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first, then those with many: none is left to one worker's end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -count[item.path]))
 
 
 def pytest_collection_finish() -> None:
