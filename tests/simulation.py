@@ -23,8 +23,8 @@ VOCAB = 12
 EOS_SETS = [(), (VOCAB,), (3,), (0, 5, 8, 9), tuple(range(VOCAB))]  # never ... at once
 MAX_PAGES = 300  # more than any workload below can take
 
-# Each property sees this many workloads; they add up to thousands.
-many = settings(max_examples=3 * settings.default.max_examples)
+# Each property sees this many workloads; they add up to a thousand.
+many = settings(max_examples=3 * settings.default.max_examples // 2)
 depths = st.sampled_from([1, 2])
 
 

@@ -97,6 +97,7 @@ def test_every_rollout_runs_on_the_weights_that_the_trainer_then_has(tmp_path, d
     else:
         generator = RolloutGenerator(trl_trainer.ENGINE)
         trainer = trl_trainer.build(tmp_path, rollout_func=generator, **arguments)
+    trainer.eval_dataset = trainer.eval_dataset.select(range(4))  # two batches
     calls = spy(generator)
     trainer.train()
     trainer.args.max_steps = 6
