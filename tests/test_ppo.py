@@ -440,7 +440,7 @@ def test_grpos_arguments_are_not_enough(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_seventy_steps_raise_the_reward(tmp_path, seed):
     """Answers of up to six letters, one completion a prompt."""
     tokenizer = run_length.build_tokenizer()
