@@ -1,5 +1,6 @@
 """Two processes on the CPU (gloo): each generates for itself, and both fail together."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from trainers.ranks import Group, deal
 
 TESTS = Path(__file__).parent
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed"
+)
 
 BALANCE = """
 from accelerate import PartialState
@@ -47,12 +51,22 @@ from pathlib import Path
 from peft import LoraConfig
 torch.set_num_threads(1)
 import run_length, trl_trainer
+from rollout.sharded import whole
 folder, kind, precision = sys.argv[1:4]
 
 def digest(model):
     \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
-    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest()
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        with torch.no_grad(), whole(parameter, parameter.dtype) as numbers:
+            found.update(numbers.float().numpy().tobytes())
+    return found.hexdigest()
+
+def spread(trainer):
+    if "fsdp2" in kind:
+        trl_trainer.shard(trainer)
+    if kind.startswith("zero"):
+        trl_trainer.use_zero(trainer, int(kind[4]))
 
 def write(found):
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
@@ -61,8 +75,7 @@ def write(found):
 TRAIN = """
 adapters = LoraConfig(target_modules="all-linear", r=4) if "lora" in kind else None
 trainer = trl_trainer.build(folder, max_steps=2, bf16=precision == "bf16", peft_config=adapters)
-if "fsdp2" in kind:
-    trl_trainer.shard(trainer)
+spread(trainer)
 balanced = replace(trl_trainer.ENGINE, balance_ranks="balanced" in kind)
 generator = trl_trainer.attach(trainer, balanced)
 rank = trainer.accelerator.process_index
@@ -108,8 +121,7 @@ trainer = GRPOTrainer(
     train_dataset=run_length.build_dataset(seed=0),
     processing_class=tokenizer,
 )
-if "fsdp2" in kind:
-    trl_trainer.shard(trainer)
+spread(trainer)
 RolloutGenerator(RolloutConfig(max_rows=64, page_tokens=16)).attach(trainer)
 rank = trainer.accelerator.process_index
 trainer.train()
@@ -125,12 +137,13 @@ def on_two_ranks(folder, script, kind, precision="no"):
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
     (folder / "script.py").write_text(BEGIN + script)
     root = TESTS.parent
-    paths = os.pathsep.join(map(str, (root, TESTS, root / "examples")))
+    paths = [root, TESTS, root / "examples", os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [*command, str(folder / "script.py"), str(folder), kind, precision],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment, "DS_ACCELERATOR": "cpu"},
         check=False,
         timeout=400,
     )
@@ -145,6 +158,10 @@ def on_two_ranks(folder, script, kind, precision="no"):
         ("ddp, balanced", "no", "DistributedDataParallel", 1e-5),
         ("fsdp2", "no", "FSDPQwen3ForCausalLM", 1e-5),
         ("fsdp2, lora", "bf16", "FSDPPeftModel", 0.02),
+        pytest.param("zero2, balanced", "no", "DeepSpeedEngine", 1e-5, marks=needs_deepspeed),
+        pytest.param("zero2, lora", "bf16", "DeepSpeedEngine", 0.02, marks=needs_deepspeed),
+        pytest.param("zero3, balanced", "no", "DeepSpeedEngine", 1e-5, marks=needs_deepspeed),
+        pytest.param("zero3, lora", "bf16", "DeepSpeedEngine", 0.02, marks=needs_deepspeed),
     ],
 )
 def test_two_ranks_train_generate_different_rows_and_fail_together(
@@ -154,7 +171,7 @@ def test_two_ranks_train_generate_different_rows_and_fail_together(
     for found in (first, second):
         assert found["wrapper"] == wrapper
         assert found["gap"] < most
-        assert (found["shadow"] > 0) == kind.startswith("fsdp2")
+        assert (found["shadow"] > 0) == kind.startswith(("fsdp2", "zero3"))
         assert found["ranks"] == 2
     assert first["weights"] == second["weights"]
     assert first["completions"] != second["completions"]
@@ -186,7 +203,15 @@ def test_no_rank_has_more_than_the_least_and_one_group(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ddp",
+        "fsdp2",
+        pytest.param("zero2", marks=needs_deepspeed),
+        pytest.param("zero3", marks=needs_deepspeed),
+    ],
+)
 def test_two_ranks_learn_and_end_with_equal_weights(tmp_path, kind):
     first, second = on_two_ranks(tmp_path, LEARN, kind)
     assert first["weights"] == second["weights"]

@@ -273,7 +273,7 @@ def test_exact_mode_is_refused_for_sharded_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     monkeypatch.setattr(state, "fsdp_plugin", plugin, raising=False)
-    with pytest.raises(UnsupportedTrainer, match="not tried with sharded weights; use DDP"):
+    with pytest.raises(UnsupportedTrainer, match="not tried under FSDP; use DDP"):
         trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, on_policy="exact"))
 
 

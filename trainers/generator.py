@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
-import torch
 from accelerate.utils import DistributedType
 from rich.console import Console
 
@@ -23,6 +22,7 @@ from rollout.exact import prepare_trainer
 from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion, SamplingParams
 from trainers.metrics import gap_metrics, log_metrics
+from trainers.precision import precision_of
 from trainers.ranks import RowBalance, agree
 from trainers.sampling import announce, row_sampling
 from trainers.seams import find_seam, settings_of
@@ -32,8 +32,8 @@ from trainers.watch import Watch
 logger = logging.getLogger(__name__)
 
 _EXACT_GAP = 1e-5
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 _MISSING = object()
-_AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RolloutGenerator:
@@ -209,20 +209,20 @@ class RolloutGenerator:
                 "`cast_lm_head_to_fp32`, or use on_policy='close'"
             )
         accelerator = trainer.accelerator
-        if self.config.exact and accelerator.distributed_type == DistributedType.FSDP:
+        if self.config.exact and accelerator.distributed_type in _SHARDING:
             raise UnsupportedTrainer(
-                "on_policy='exact' was not tried with sharded weights; use DDP, or "
-                "on_policy='close'"
+                f"on_policy='exact' was not tried under {accelerator.distributed_type.value}; use "
+                "DDP, or on_policy='close'"
             )
         model = accelerator.unwrap_model(trainer.model)
-        autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
+        precision = precision_of(accelerator)
         show_plan = _print_plan if accelerator.is_main_process else None
         self.engine = RolloutEngine(
             model,
             self.config,
-            autocast_dtype=autocast_dtype,
+            autocast_dtype=precision.autocast_dtype,
             float32_head=float32_head,
-            param_dtype=_param_dtype(accelerator),
+            param_dtype=precision.param_dtype,
             show_plan=show_plan,
         )
         self._undo_exact = _nothing
@@ -325,15 +325,6 @@ class RolloutGenerator:
 
 def _print_plan(plan: MemoryPlan) -> None:
     Console(stderr=True).print(plan.table())
-
-
-def _param_dtype(accelerator: Any) -> torch.dtype | None:
-    """What FSDP2 casts parameters to for a forward."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    found: torch.dtype | None = getattr(
-        getattr(plugin, "mixed_precision_policy", None), "param_dtype", None
-    )
-    return found
 
 
 def _nothing() -> None:
