@@ -89,12 +89,16 @@ found = {
 }
 
 # Ranks whose rows differ in number and length, and whose tool loops take different turns.
+own, clock = [], generator._watch._clock
 def turns():
     for _ in range(1 + 2 * rank):
-        generator.generate([[9, 10]] * (1 + 7 * rank), None, 1)
+        completions = generator.generate([[9, 10]] * (1 + 7 * rank), None, 1)[1]
+        own.append(sum(map(len, completions)))
     return trainer.accelerator.gather(torch.ones(1)).sum().item()
 
+before = clock._num_tokens
 found["ranks"] = generator._share_version(turns)
+found["own"], found["counted"] = sum(own), clock._num_tokens - before
 if rank == 0:
     generator.engine.worker.graphs.forward.decode = None
 try:
@@ -173,6 +177,7 @@ def test_two_ranks_train_generate_different_rows_and_fail_together(
         assert found["gap"] < most
         assert (found["shadow"] > 0) == kind.startswith(("fsdp2", "zero3"))
         assert found["ranks"] == 2
+        assert found["counted"] == first["own"] + second["own"]
     assert first["weights"] == second["weights"]
     assert first["completions"] != second["completions"]
     assert first["error"].startswith("TypeError")

@@ -63,6 +63,7 @@ class RolloutGenerator:
         self._settings: Any = None
         self._seam: Any = None
         self._num_turns: int | None = None
+        self._later_tokens = 0
         self._announced: SamplingParams | None = None
         self._seen: tuple[Any, int] = (None, -1)
         self._calls = {"train": 0, "eval": 0}
@@ -181,6 +182,8 @@ class RolloutGenerator:
             num_tokens = agree(self._trainer.accelerator, failure, num_tokens)
         elif failure is not None:
             raise failure
+        else:
+            self._later_tokens, num_tokens = self._later_tokens + num_tokens, 0
         self._watch.rolled_out(ran, completions, num_tokens)
         if self._balance and not later_turn:
             completions = self._balance.take_back(completions)
@@ -275,9 +278,13 @@ class RolloutGenerator:
 
         The turns keep their pages, and with the last one their memory goes to the trainer.
         """
-        self._num_turns = 0
+        self._num_turns = self._later_tokens = 0
         try:
-            return generate(*batch)
+            generated = generate(*batch)
+            # Here ranks meet again, however many turns each has taken.
+            later_tokens = agree(self._trainer.accelerator, None, self._later_tokens)
+            self._watch.counted(later_tokens)
+            return generated
         finally:
             self._num_turns = None
             self._sleep()
