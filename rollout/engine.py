@@ -31,7 +31,8 @@ class RolloutEngine(EngineLife):
         config: Knobs.
         autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
         float32_head: Whether its head computes in float32, outside autocast.
-        param_dtype: Dtype that FSDP casts parameters to for the trainer's forward, if any.
+        param_dtype: Dtype that FSDP or DeepSpeed casts parameters to for the trainer's forward, if
+            any.
         show_plan: Called with the memory plan, once, before the first batch. `None`: it is logged.
 
     Raises:

@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from rollout.fused import lay_together
 from rollout.memory import Arena
+from rollout.sharded import shape_of, whole
 
 _ALIGN = 512  # bytes; where torch would let a tensor begin
 
@@ -77,7 +76,8 @@ class Shadow:
             weight = self._weights[name, key]
             module._parameters[key] = weight
             if weight not in filled:
-                weight.copy_(_whole(source, dtype))
+                with whole(source, dtype) as numbers:
+                    weight.copy_(numbers)
                 filled.add(weight)
 
     def place(self, held: Sequence[Held], base: nn.Module) -> None:
@@ -91,7 +91,7 @@ class Shadow:
             return
         tied: dict[tuple[int, torch.dtype], nn.Parameter] = {}
         for _, module, key, source, dtype in held:
-            there = torch.empty(source.shape, dtype=dtype, device="meta")
+            there = torch.empty(shape_of(source), dtype=dtype, device="meta")
             blank = tied.setdefault((id(source), dtype), nn.Parameter(there, requires_grad=False))
             module._parameters[key] = blank
         linears = (module for _, module, key, *_ in held if key == "weight")
@@ -117,31 +117,3 @@ class Shadow:
         begin = begins[blank.untyped_storage()._cdata] + blank.storage_offset() * blank.itemsize
         place = self.arena.data[begin : begin + blank.nbytes]
         return nn.Parameter(place.view(blank.dtype).view(blank.shape), requires_grad=False)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters lie in parts on several ranks."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def reshard(model: nn.Module) -> None:
-    """Let FSDP drop whole parameters that a forward without backward has left behind."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def local_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes that parameters take on this rank."""
-    return sum(
-        each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in parameters
-    )
-
-
-def _whole(source: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter with the parts of all ranks, cast before it travels."""
-    if not isinstance(source, DTensor):
-        return source
-    cast = source.detach().to(dtype)
-    assert isinstance(cast, DTensor)
-    return cast.full_tensor()

@@ -40,10 +40,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_placed(model: nn.Module) -> None:
-    """Refuse parameters that are not on one device, or sharded other than by FSDP2.
+    """Refuse parameters that are not on one device, or sharded by FSDP1.
 
     Raises:
-        UnsupportedModel: They are on `meta`, on several devices or sharded.
+        UnsupportedModel: They are on `meta`, on several devices, or sharded by FSDP1.
     """
     name = type(base_of(model)).__name__
     devices = {parameter.device for parameter in model.parameters()}
@@ -58,10 +58,10 @@ def check_placed(model: nn.Module) -> None:
             f"{name} is spread over {num_devices} devices; load it without `device_map` and let "
             "each process hold the whole model on its own GPU"
         )
-    for parameter_name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id") or "._flat_param" in f".{parameter_name}":
+    for parameter_name, _ in model.named_parameters():
+        if "._flat_param" in f".{parameter_name}":
             raise UnsupportedModel(
-                f"parameter {parameter_name!r} is sharded by ZeRO-3 or FSDP1; use FSDP2 "
+                f"parameter {parameter_name!r} is sharded by FSDP1; use FSDP2 "
                 "(`fsdp_version: 2`) or DDP"
             )
 

@@ -6,21 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from rollout.narrow import NarrowLinear, make_plain
-from rollout.shadow import is_sharded
+from rollout.sharded import is_part, is_sharded, shape_of
 
-# Where FSDP keeps its state in a module's attributes.
+# Where FSDP keeps its state in a module's attributes, and ZeRO-3 parameters a second time.
 _FSDP_STATE = "__composable_api_state_key"
+_ZERO_STATE = ("_original_parameters", "_external_params")
 
 
 def copied(live: nn.Module) -> nn.Module:
-    """A copy of the tree over the same storage; without what FSDP and hooks have put there."""
+    """A copy of the tree over the same storage, without what FSDP, ZeRO and hooks added."""
     # Parts of a parameter are nothing to run on: the twin holds the whole.
-    memo: dict[int, Any] = {
-        id(p): _blank(p) if isinstance(p, DTensor) else alias(p) for p in live.parameters()
-    }
+    memo: dict[int, Any] = {id(p): _blank(p) if is_part(p) else alias(p) for p in live.parameters()}
     kinds = {module: type(module) for module in live.modules() if isinstance(module, FSDPModule)}
     for module in live.modules():
         for key, value in vars(module).items():
@@ -47,7 +45,7 @@ def alias(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _blank(parameter: Tensor) -> nn.Parameter:
-    shape, dtype = parameter.shape, parameter.dtype
+    shape, dtype = shape_of(parameter), parameter.dtype
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
@@ -57,6 +55,11 @@ def _forget_trainer(module: nn.Module) -> None:
     They close over the trainer's own modules and would run those.
     """
     module.__dict__.pop("forward", None)
+    module._parameters = dict(
+        module._parameters
+    )  # ZeRO-3's own mapping may gather what it is asked for
+    for key in _ZERO_STATE:
+        module.__dict__.pop(key, None)
     for key in [key for key in vars(module) if key.startswith(_FSDP_STATE)]:
         del module.__dict__[key]
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):

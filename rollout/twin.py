@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.compiled import compile_layers, decoder_layers
@@ -19,7 +18,8 @@ from rollout.head import Float32Head, use_float32_head
 from rollout.kv_cache import KVLayout
 from rollout.memory import Arena, PlainArena
 from rollout.narrow import Narrow, make_narrow
-from rollout.shadow import Held, Shadow, is_sharded, local_bytes, reshard
+from rollout.shadow import Held, Shadow
+from rollout.sharded import is_part, is_sharded, local_bytes, reshard
 from rollout.stopwatch import Stopwatch
 from rollout.support import base_of, check_placed
 from rollout.tree import alias, copied, fingerprint
@@ -39,7 +39,8 @@ class Twin:
         exact: Such that they round as they are, to the last bit.
         arena: Memory of weights that are held a second time. `None`: a plain tensor.
         float32_head: The head computes in float32, outside autocast.
-        param_dtype: Dtype that FSDP casts parameters to for the trainer's forward, if any.
+        param_dtype: Dtype that FSDP or DeepSpeed casts parameters to for the trainer's forward, if
+            any.
 
     Attributes:
         compiled: Whether decoder layers are.
@@ -237,7 +238,7 @@ class Twin:
         live = dict(base_of(self._live).named_modules())
         for name, module in self._base.named_modules():
             for key, parameter in live[name]._parameters.items():
-                if not isinstance(parameter, DTensor):
+                if parameter is None or not is_part(parameter):
                     # ALIAS: the twin reads what the optimizer writes
                     module._parameters[key] = None if parameter is None else alias(parameter)
             for key, buffer in live[name]._buffers.items():
@@ -268,7 +269,7 @@ class Twin:
             for key, source in live[name]._parameters.items():
                 if source is None:
                     continue
-                dtype, sharded = source.dtype, isinstance(source, DTensor)
+                dtype, sharded = source.dtype, is_part(source)
                 if sharded and dtype.is_floating_point:
                     dtype = self._param_dtype or dtype
                 if key == "weight" and name in cast and dtype.is_floating_point:

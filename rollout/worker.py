@@ -1,6 +1,7 @@
 """The device half: twin, pages and graphs, made ready for the rows at hand."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from rollout.memory import available_bytes, max_kv_bytes, open_arena
 from rollout.memory_plan import MemoryPlan
 from rollout.pages import TRASH_PAGE, pages_for
 from rollout.sampling_params import Draw
-from rollout.shadow import is_sharded
+from rollout.sharded import is_sharded
 from rollout.slots import SlotPair
 from rollout.streams import Streams
 from rollout.support import base_of, check_model, check_placed
@@ -33,7 +34,8 @@ class Worker:
         config: Knobs.
         autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
         float32_head: Whether its head computes in float32, outside autocast.
-        param_dtype: Dtype that FSDP casts parameters to for the trainer's forward, if any.
+        param_dtype: Dtype that FSDP or DeepSpeed casts parameters to for the trainer's forward, if
+            any.
 
     Raises:
         UnsupportedModel: The model cannot run on the engine; the message says why.
@@ -70,7 +72,10 @@ class Worker:
         )
         self.max_row_tokens = config.max_row_tokens or self.twin.max_positions
         self.max_row_pages = pages_for(self.max_row_tokens, config.page_tokens)
-        self.kv_cache = KVCache(self.twin.kv_layout(config.page_tokens), device, pages)
+        layout = self.twin.kv_layout(config.page_tokens)
+        if autocast_dtype is None and param_dtype is not None:
+            layout = replace(layout, dtype=param_dtype)  # the trainer is going to cast them
+        self.kv_cache = KVCache(layout, device, pages)
         self.pages_before_sleep = 0
         self.swap = Swap(config, self.kv_cache, self.streams, device)
         self.slots = SlotPair(
@@ -214,9 +219,9 @@ class Worker:
         device, layout = self.twin.device, self.twin.kv_layout(self.config.page_tokens)
         if (device, layout) != (self.device, self.kv_cache.layout):
             raise UnsupportedModel(
-                f"the model was moved or cast after the engine was made: {layout.dtype} on "
-                f"{device} now, {self.kv_cache.layout.dtype} on {self.device} before; make a new "
-                "engine"
+                f"the engine was made for weights that are {self.kv_cache.layout.dtype} on "
+                f"{self.device}, and they are {layout.dtype} on {device}: they were moved or cast "
+                "meanwhile, or `train()` has yet to cast them; make a new engine, or generate later"
             )
 
 

@@ -1,5 +1,6 @@
 """Two processes on the CPU (gloo): each generates for itself, and both fail together."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from trainers.ranks import Group, deal
 
 TESTS = Path(__file__).parent
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed"
+)
 
 BALANCE = """
 from accelerate import PartialState
@@ -47,11 +51,21 @@ from pathlib import Path
 from peft import LoraConfig
 torch.set_num_threads(1)
 import run_length, trl_trainer
+from rollout.sharded import whole
 
 def digest(model):
     \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
-    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest()
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        with torch.no_grad(), whole(parameter, parameter.dtype) as numbers:
+            found.update(numbers.float().numpy().tobytes())
+    return found.hexdigest()
+
+def spread(trainer):
+    if "fsdp2" in kind:
+        trl_trainer.shard(trainer)
+    if kind.startswith("zero"):
+        trl_trainer.use_zero(trainer, int(kind[4]))
 
 def write(found):
     Path(folder, os.environ["RANK"] + ".json").write_text(json.dumps(found))
@@ -65,8 +79,7 @@ for folder, script, kind, precision in json.loads(Path(sys.argv[1]).read_text())
 TRAIN = """
 adapters = LoraConfig(target_modules="all-linear", r=4) if "lora" in kind else None
 trainer = trl_trainer.build(folder, max_steps=2, bf16=precision == "bf16", peft_config=adapters)
-if "fsdp2" in kind:
-    trl_trainer.shard(trainer)
+spread(trainer)
 balanced = replace(trl_trainer.ENGINE, balance_ranks="balanced" in kind)
 generator = trl_trainer.attach(trainer, balanced)
 rank = trainer.accelerator.process_index
@@ -80,12 +93,16 @@ found = {
 }
 
 # Ranks whose rows differ in number and length, and whose tool loops take different turns.
+own, clock = [], generator._watch._clock
 def turns():
     for _ in range(1 + 2 * rank):
-        generator.generate([[9, 10]] * (1 + 7 * rank), None, 1)
+        completions = generator.generate([[9, 10]] * (1 + 7 * rank), None, 1)[1]
+        own.append(sum(map(len, completions)))
     return trainer.accelerator.gather(torch.ones(1)).sum().item()
 
+before = clock._num_tokens
 found["ranks"] = generator._share_version(turns)
+found["own"], found["counted"] = sum(own), clock._num_tokens - before
 if rank == 0:
     generator.engine.worker.graphs.forward.decode = None
 try:
@@ -113,8 +130,7 @@ trainer = GRPOTrainer(
     train_dataset=run_length.build_dataset(seed=0).filter(lambda row: len(row["answer"]) <= 6),
     processing_class=tokenizer,
 )
-if "fsdp2" in kind:
-    trl_trainer.shard(trainer)
+spread(trainer)
 RolloutGenerator(RolloutConfig(max_rows=64, page_tokens=16)).attach(trainer)
 rank = trainer.accelerator.process_index
 trainer.train()
@@ -134,6 +150,16 @@ RUNS = {
     "fsdp2 learns": (LEARN, "fsdp2", "no"),
 }
 
+# Each in processes of its own: ZeRO-3 leaves a linear function of its own in torch.
+ZERO_RUNS = {
+    "zero2, balanced": (TRAIN, "zero2, balanced", "no"),
+    "zero2, lora": (TRAIN, "zero2, lora", "bf16"),
+    "zero3, balanced": (TRAIN, "zero3, balanced", "no"),
+    "zero3, lora": (TRAIN, "zero3, lora", "bf16"),
+    "zero2 learns": (LEARN, "zero2", "no"),
+    "zero3 learns": (LEARN, "zero3", "no"),
+}
+
 
 def on_two_ranks(folder, runs):
     """What each of two processes has found in each of `runs`: a name's script, kind, precision.
@@ -148,12 +174,13 @@ def on_two_ranks(folder, runs):
     (folder / "runs.json").write_text(json.dumps(wanted))
     (folder / "script.py").write_text(BEGIN)
     root = TESTS.parent
-    paths = os.pathsep.join(map(str, (root, TESTS, root / "examples")))
+    paths = [root, TESTS, root / "examples", os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [*command, str(folder / "script.py"), str(folder / "runs.json")],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment, "DS_ACCELERATOR": "cpu"},
         check=False,
         timeout=400,
     )
@@ -169,6 +196,13 @@ def found_in(tmp_path_factory):
     return on_two_ranks(tmp_path_factory.mktemp("ranks"), RUNS)
 
 
+def found_of(name, found_in, folder):
+    """What two processes have found in one run."""
+    if name in found_in:
+        return found_in[name]
+    return on_two_ranks(folder, {name: ZERO_RUNS[name]})[name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wrapper", "most"),
@@ -176,15 +210,22 @@ def found_in(tmp_path_factory):
         ("ddp, balanced", "DistributedDataParallel", 1e-5),
         ("fsdp2", "FSDPQwen3ForCausalLM", 1e-5),
         ("fsdp2, lora", "FSDPPeftModel", 0.02),
+        pytest.param("zero2, balanced", "DeepSpeedEngine", 1e-5, marks=needs_deepspeed),
+        pytest.param("zero2, lora", "DeepSpeedEngine", 0.02, marks=needs_deepspeed),
+        pytest.param("zero3, balanced", "DeepSpeedEngine", 1e-5, marks=needs_deepspeed),
+        pytest.param("zero3, lora", "DeepSpeedEngine", 0.02, marks=needs_deepspeed),
     ],
 )
-def test_two_ranks_train_generate_different_rows_and_fail_together(found_in, kind, wrapper, most):
-    first, second = found_in[kind]
+def test_two_ranks_train_generate_different_rows_and_fail_together(
+    found_in, tmp_path, kind, wrapper, most
+):
+    first, second = found_of(kind, found_in, tmp_path)
     for found in (first, second):
         assert found["wrapper"] == wrapper
         assert found["gap"] < most
-        assert (found["shadow"] > 0) == kind.startswith("fsdp2")
+        assert (found["shadow"] > 0) == kind.startswith(("fsdp2", "zero3"))
         assert found["ranks"] == 2
+        assert found["counted"] == first["own"] + second["own"]
     assert first["weights"] == second["weights"]
     assert first["completions"] != second["completions"]
     assert first["error"].startswith("TypeError")
@@ -214,9 +255,17 @@ def test_no_rank_has_more_than_the_least_and_one_group(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_learn_and_end_with_equal_weights(found_in, kind):
-    first, second = found_in[f"{kind} learns"]
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ddp",
+        "fsdp2",
+        pytest.param("zero2", marks=needs_deepspeed),
+        pytest.param("zero3", marks=needs_deepspeed),
+    ],
+)
+def test_two_ranks_learn_and_end_with_equal_weights(found_in, tmp_path, kind):
+    first, second = found_of(f"{kind} learns", found_in, tmp_path)
     assert first["weights"] == second["weights"]
     assert first["gap"] < 1e-4
     rewards = first["rewards"]

@@ -139,8 +139,8 @@ def test_a_model_over_several_devices_is_refused():
         check_placed(model)
 
 
-def test_parameters_sharded_by_zero_are_refused():
+def test_parameters_sharded_by_fsdp1_are_refused():
     model = tiny.build()
-    model.lm_head.weight.ds_id = 3  # what ZeRO-3 leaves on a parameter
-    with pytest.raises(UnsupportedModel, match=r"sharded by ZeRO-3 or FSDP1; use FSDP2"):
+    model.lm_head._flat_param = torch.nn.Parameter(torch.zeros(1))  # FSDP1's name
+    with pytest.raises(UnsupportedModel, match=r"'lm_head._flat_param' is sharded by FSDP1; use"):
         check_placed(model)

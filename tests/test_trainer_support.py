@@ -230,7 +230,6 @@ def test_vespo_with_a_token_level_correction_is_fine(tmp_path):
         ("_is_vlm", True, "takes images"),
         ("args.use_vllm", True, "another generator"),
         ("use_vllm", True, "another generator"),
-        ("accelerator.state.distributed_type", DistributedType.DEEPSPEED, "DEEPSPEED moves"),
         ("accelerator.state._mixed_precision", "fp8", "fp8"),
         ("accelerator.state.distributed_type", DistributedType.MEGATRON_LM, "MEGATRON_LM"),
     ],
@@ -267,13 +266,44 @@ def test_kinds_of_fsdp_are_refused(tmp_path, monkeypatch, changes, message):
         check_trainer(trainer)
 
 
+def under_zero(trainer, monkeypatch, config):
+    """As far as it can be seen without DeepSpeed."""
+    state = trainer.accelerator.state
+    monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
+    plugin = SimpleNamespace(deepspeed_config=config)
+    monkeypatch.setattr(state, "deepspeed_plugins", plugin, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "drop `offload_"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "rounds what ranks"),
+        ({"torch_autocast": {"enabled": True}}, "use `bf16` instead"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "use ZeRO or DDP"),
+    ],
+)
+def test_kinds_of_zero_are_refused(tmp_path, monkeypatch, config, message):
+    trainer = trl_trainer.build(tmp_path)
+    offload = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "cpu"}}
+    under_zero(trainer, monkeypatch, {"zero_optimization": {"stage": 3, **offload}})
+    check_trainer(trainer)
+    under_zero(trainer, monkeypatch, config)
+    with pytest.raises(UnsupportedTrainer, match=message):
+        check_trainer(trainer)
+
+
 def test_exact_mode_is_refused_for_sharded_weights(tmp_path, monkeypatch):
     trainer = trl_trainer.build(tmp_path)
     state = trainer.accelerator.state
+    with monkeypatch.context() as patch:
+        under_zero(trainer, patch, {"zero_optimization": {"stage": 2}})
+        with pytest.raises(UnsupportedTrainer, match="not tried under DEEPSPEED; use DDP"):
+            trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, on_policy="exact"))
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     monkeypatch.setattr(state, "fsdp_plugin", plugin, raising=False)
-    with pytest.raises(UnsupportedTrainer, match="not tried with sharded weights; use DDP"):
+    with pytest.raises(UnsupportedTrainer, match="not tried under FSDP; use DDP"):
         trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, on_policy="exact"))
 
 

@@ -187,8 +187,8 @@ def test_a_rollout_under_autocast_is_close_to_the_trainers_forward():
 def test_parameters_that_were_sharded_after_attach_are_refused_at_the_next_version():
     model = tiny.build()
     with RolloutEngine(model, SMALL) as engine:
-        model.lm_head.weight.ds_id = 1  # what ZeRO-3 leaves on a parameter
-        with pytest.raises(UnsupportedModel, match=r"'lm_head.weight' is sharded"):
+        model.lm_head._flat_param = torch.nn.Parameter(torch.zeros(1))  # FSDP1's name
+        with pytest.raises(UnsupportedModel, match=r"'lm_head._flat_param' is sharded"):
             engine.generate([[9]], SIX)
-        del model.lm_head.weight.ds_id
+        del model.lm_head._flat_param
         tiny.assert_on_policy(engine, model)

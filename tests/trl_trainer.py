@@ -3,8 +3,9 @@
 from typing import Any
 
 import tiny
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
+from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -75,6 +76,34 @@ def shard(trainer: GRPOTrainer) -> None:
     if trainer.accelerator.mixed_precision != "no":
         state.fsdp_plugin.set_mixed_precision(trainer.accelerator.mixed_precision)
     trainer.is_fsdp_enabled = True
+
+
+ZERO = {
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+def use_zero(trainer: GRPOTrainer, stage: int) -> None:
+    """Let `train` hand the model to DeepSpeed, as accelerate does on GPUs and refuses on a CPU."""
+    import deepspeed
+
+    # Would be compiled, which takes minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = trainer.accelerator
+    state = accelerator.state
+    state.deepspeed_plugins = DeepSpeedPlugin(
+        hf_ds_config={**ZERO, "zero_optimization": {"stage": stage}}
+    )
+    state.deepspeed_plugins.set_mixed_precision(state.mixed_precision)
+    # Each new state is a copy of the first of these.
+    PartialState().distributed_type = state.distributed_type = DistributedType.DEEPSPEED
+    accelerator.native_amp = False
+    accelerator.deepspeed_engine_wrapped = None
+    trainer.is_deepspeed_enabled = True
+    propagate_args_to_deepspeed(accelerator, trainer.args)
 
 
 def logged(trainer: GRPOTrainer, name: str) -> list[float]:

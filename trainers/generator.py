@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
-import torch
 from accelerate.utils import DistributedType
 from rich.console import Console
 
@@ -24,6 +23,7 @@ from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion
 from rollout.sampling_params import SamplingParams
 from trainers.metrics import gap_metrics, log_metrics
+from trainers.precision import precision_of
 from trainers.ranks import RowBalance, agree
 from trainers.sampling import announce, row_sampling
 from trainers.seams import find_seam, settings_of
@@ -33,8 +33,8 @@ from trainers.watch import Watch
 logger = logging.getLogger(__name__)
 
 _EXACT_GAP = 1e-5
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 _MISSING = object()
-_AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RolloutGenerator:
@@ -64,6 +64,7 @@ class RolloutGenerator:
         self._settings: Any = None
         self._seam: Any = None
         self._num_turns: int | None = None
+        self._later_tokens = 0
         self._announced: SamplingParams | None = None
         self._seen: tuple[Any, int] = (None, -1)
         self._calls = {"train": 0, "eval": 0}
@@ -182,6 +183,8 @@ class RolloutGenerator:
             num_tokens = agree(self._trainer.accelerator, failure, num_tokens)
         elif failure is not None:
             raise failure
+        else:
+            self._later_tokens, num_tokens = self._later_tokens + num_tokens, 0
         self._watch.rolled_out(ran, completions, num_tokens)
         if self._balance and not later_turn:
             completions = self._balance.take_back(completions)
@@ -210,20 +213,20 @@ class RolloutGenerator:
                 "`cast_lm_head_to_fp32`, or use on_policy='close'"
             )
         accelerator = trainer.accelerator
-        if self.config.exact and accelerator.distributed_type == DistributedType.FSDP:
+        if self.config.exact and accelerator.distributed_type in _SHARDING:
             raise UnsupportedTrainer(
-                "on_policy='exact' was not tried with sharded weights; use DDP, or "
-                "on_policy='close'"
+                f"on_policy='exact' was not tried under {accelerator.distributed_type.value}; use "
+                "DDP, or on_policy='close'"
             )
         model = accelerator.unwrap_model(trainer.model)
-        autocast_dtype = _AUTOCAST[accelerator.mixed_precision]
+        precision = precision_of(accelerator)
         show_plan = _print_plan if accelerator.is_main_process else None
         self.engine = RolloutEngine(
             model,
             self.config,
-            autocast_dtype=autocast_dtype,
+            autocast_dtype=precision.autocast_dtype,
             float32_head=float32_head,
-            param_dtype=_param_dtype(accelerator),
+            param_dtype=precision.param_dtype,
             show_plan=show_plan,
         )
         self._undo_exact = _nothing
@@ -276,9 +279,13 @@ class RolloutGenerator:
 
         The turns keep their pages, and with the last one their memory goes to the trainer.
         """
-        self._num_turns = 0
+        self._num_turns = self._later_tokens = 0
         try:
-            return generate(*batch)
+            generated = generate(*batch)
+            # Here ranks meet again, however many turns each has taken.
+            later_tokens = agree(self._trainer.accelerator, None, self._later_tokens)
+            self._watch.counted(later_tokens)
+            return generated
         finally:
             self._num_turns = None
             self._sleep()
@@ -326,15 +333,6 @@ class RolloutGenerator:
 
 def _print_plan(plan: MemoryPlan) -> None:
     Console(stderr=True).print(plan.table())
-
-
-def _param_dtype(accelerator: Any) -> torch.dtype | None:
-    """What FSDP2 casts parameters to for a forward."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    found: torch.dtype | None = getattr(
-        getattr(plugin, "mixed_precision_policy", None), "param_dtype", None
-    )
-    return found
 
 
 def _nothing() -> None:

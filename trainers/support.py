@@ -73,9 +73,10 @@ def _reasons(trainer: Any) -> Iterator[str]:
 def _parallelism_reasons(accelerator: Any) -> Iterator[str]:
     if accelerator.distributed_type == DistributedType.FSDP:
         yield from _fsdp_reasons(accelerator.state.fsdp_plugin)
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        kind = accelerator.distributed_type.value
-        yield f"{kind} moves and casts or splits the weights after construction; use FSDP2 or DDP"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        yield from _deepspeed_reasons(accelerator.state.deepspeed_plugin.deepspeed_config)
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        yield "MEGATRON_LM splits the weights after construction; use FSDP2, ZeRO or DDP"
     if accelerator.mixed_precision == "fp8":
         yield "mixed_precision='fp8' is not supported; use bf16"
     parallelism = accelerator.parallelism_config
@@ -94,3 +95,15 @@ def _fsdp_reasons(plugin: Any) -> Iterator[str]:
             "`fsdp_activation_checkpointing` wraps layers of the model; use the trainer's "
             "`gradient_checkpointing` instead"
         )
+
+
+def _deepspeed_reasons(config: dict[str, Any]) -> Iterator[str]:
+    zero = config.get("zero_optimization", {})
+    if (zero.get("offload_param") or {}).get("device", "none") != "none":
+        yield "ZeRO-3 keeps its parameters off the GPU; drop `offload_param`"
+    if zero.get("zero_quantized_weights"):
+        yield "`zero_quantized_weights` rounds what ranks tell each other; drop it"
+    if config.get("torch_autocast", {}).get("enabled"):
+        yield "DeepSpeed's `torch_autocast` was not tried; use `bf16` instead"
+    if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
+        yield "`autotp_size` > 1 splits each layer over GPUs; use ZeRO or DDP"

@@ -46,13 +46,23 @@ class Watch:
     def rolled_out(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], num_tokens: int
     ) -> None:
-        """Log a rollout; `num_tokens` are those of all processes."""
+        """Log a rollout.
+
+        Args:
+            prompts: Of the rows that this process has generated.
+            completions: Theirs.
+            num_tokens: Of all processes; 0 where they are yet to be `counted`.
+        """
         stats = self._engine.stats
         lengths = [len(completion.token_ids) for completion in completions]
         log_metrics(self._trainer, rollout_metrics(stats))
         log_metrics(self._trainer, self._utilisation.metrics(stats, prompts, lengths))
-        self._clock.count(num_tokens=num_tokens)
+        self.counted(num_tokens)
         self._unrested.append(stats)
+
+    def counted(self, num_tokens: int) -> None:
+        """Tokens of all processes have been generated in this step."""
+        self._clock.count(num_tokens=num_tokens)
 
     def rested(self) -> None:
         """Log where the time of the rollouts went, now that their memory is where it stays."""
