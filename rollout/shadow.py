@@ -1,34 +1,16 @@
 """Weights that the engine holds a second time: cast ones, and sharded ones, gathered whole."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rollout.fused import lay_together
+from rollout.held import Held
 from rollout.memory import Arena
 from rollout.sharded import shape_of, whole
 
 _ALIGN = 512  # bytes; where torch would let a tensor begin
-
-
-class Held(NamedTuple):
-    """A parameter of the twin that does not share the trainer's storage.
-
-    Attributes:
-        name: Of its module.
-        module: The twin's.
-        key: Its name in the module.
-        source: The trainer's parameter.
-        dtype: What the twin has it in.
-    """
-
-    name: str
-    module: nn.Module
-    key: str
-    source: Tensor
-    dtype: torch.dtype
 
 
 class Shadow:

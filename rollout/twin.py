@@ -5,7 +5,6 @@ that modes, hooks, attention flags, patched forwards and checkpointing of the tw
 """
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +13,12 @@ from torch import Tensor, nn
 from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.compiled import compile_layers, decoder_layers
 from rollout.fused import fuse
-from rollout.head import Float32Head, use_float32_head
+from rollout.head import use_float32_head
+from rollout.held import held_weights
 from rollout.kv_cache import KVLayout
 from rollout.memory import Arena, PlainArena
 from rollout.narrow import Narrow, make_narrow
-from rollout.shadow import Held, Shadow
+from rollout.shadow import Shadow
 from rollout.sharded import is_part, is_sharded, local_bytes, reshard
 from rollout.stopwatch import Stopwatch
 from rollout.support import base_of, check_placed
@@ -256,39 +256,13 @@ class Twin:
 
         Everything else stays aliased, which gives exactly the trainer's numbers.
         """
-        held = list(self._held())
+        live = base_of(self._live)
+        held = list(held_weights(live, self._base, self._autocast_dtype, self._param_dtype))
         if held:
             self._shadow.place(held, self._base)
             with self.casts.running(self.shadow_bytes):
                 self._shadow.fill(held)
             self._announce()
-
-    def _held(self) -> Iterator[Held]:
-        live, cast = dict(base_of(self._live).named_modules()), set(self._cast_layers())
-        for name, module in self._base.named_modules():
-            for key, source in live[name]._parameters.items():
-                if source is None:
-                    continue
-                dtype, sharded = source.dtype, is_part(source)
-                if sharded and dtype.is_floating_point:
-                    dtype = self._param_dtype or dtype
-                if key == "weight" and name in cast and dtype.is_floating_point:
-                    dtype = self._autocast_dtype or dtype
-                if sharded or dtype != source.dtype:
-                    yield Held(name, module, key, source, dtype)
-
-    def _cast_layers(self) -> Iterator[str]:
-        """Layers whose weights autocast would cast: those of `nn.Linear`."""
-        if self._autocast_dtype is None:
-            return
-        # DoRA reads the weights themselves, before autocast could cast them.
-        dora = tuple(
-            f"{name}." for name, module in self._base.named_modules() if _uses_dora(module)
-        )
-        for name, module in self._base.named_modules():
-            is_linear = isinstance(module, nn.Linear) and not isinstance(module, Float32Head)
-            if is_linear and not name.startswith(dora):
-                yield name
 
     def _announce(self) -> None:
         if self._announced == (sharded := is_sharded(self._live)):
@@ -314,8 +288,3 @@ class Twin:
             size,
             dtype,
         )
-
-
-def _uses_dora(module: nn.Module) -> bool:
-    uses = getattr(module, "use_dora", None)
-    return isinstance(uses, dict) and any(uses.values())

@@ -60,7 +60,7 @@ def train(folder, kind, rank, count):
         value_lr_scheduler_type="linear",
         max_steps=STEPS,
     )
-    trainer.vllm_generation._row_seeds = lambda num_rows: [
+    trainer.vllm_generation._seeds.draw = lambda num_rows: [
         1000 * trainer.state.global_step + rank * own + row for row in range(num_rows)
     ]
     before, rollouts = weights(trainer), test_ppo.rollouts_of(trainer)

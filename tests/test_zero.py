@@ -82,7 +82,7 @@ write(found)
     ],
 )
 def test_rollouts_under_zero_are_those_of_its_weights(tmp_path, kind, precision):
-    for found in on_two_ranks(tmp_path, MODELS, kind, precision):
+    for found in on_two_ranks(tmp_path, {"run": (MODELS, kind, precision)})["run"]:
         assert found["same"] == [True, True]
         assert found["begun"] == ("by name" in kind)
         assert found["compiled"] == ("compiled" in kind)

@@ -11,29 +11,22 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Self
 
-import numpy as np
-from accelerate.utils import DistributedType
-from rich.console import Console
-
 from rollout.config import RolloutConfig
-from rollout.engine import RolloutEngine
 from rollout.errors import UnsupportedTrainer
 from rollout.exact import prepare_trainer
-from rollout.memory_plan import MemoryPlan
 from rollout.request import Completion
 from rollout.sampling_params import SamplingParams
 from trainers.metrics import gap_metrics, log_metrics
-from trainers.precision import precision_of
+from trainers.opening import open_engine
 from trainers.ranks import RowBalance, agree
+from trainers.row_seeds import RowSeeds
 from trainers.sampling import announce, row_sampling
 from trainers.seams import find_seam, settings_of
-from trainers.support import check_trainer
 from trainers.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 _EXACT_GAP = 1e-5
-_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 _MISSING = object()
 
 
@@ -66,8 +59,6 @@ class RolloutGenerator:
         self._num_turns: int | None = None
         self._later_tokens = 0
         self._announced: SamplingParams | None = None
-        self._seen: tuple[Any, int] = (None, -1)
-        self._calls = {"train": 0, "eval": 0}
         self._before: dict[str, Any] = {}
         self._warned = False
 
@@ -205,33 +196,11 @@ class RolloutGenerator:
         """Check the trainer, build the engine on its model, and watch its weights."""
         if self._trainer is not None:
             raise UnsupportedTrainer("this generator already serves a trainer; make a new one")
-        check_trainer(trainer)
-        float32_head = settings_of(trainer).args.cast_lm_head_to_fp32
-        if self.config.exact and float32_head:
-            raise UnsupportedTrainer(
-                "on_policy='exact' does not know how a float32 head adds up; drop "
-                "`cast_lm_head_to_fp32`, or use on_policy='close'"
-            )
-        accelerator = trainer.accelerator
-        if self.config.exact and accelerator.distributed_type in _SHARDING:
-            raise UnsupportedTrainer(
-                f"on_policy='exact' was not tried under {accelerator.distributed_type.value}; use "
-                "DDP, or on_policy='close'"
-            )
-        model = accelerator.unwrap_model(trainer.model)
-        precision = precision_of(accelerator)
-        show_plan = _print_plan if accelerator.is_main_process else None
-        self.engine = RolloutEngine(
-            model,
-            self.config,
-            autocast_dtype=precision.autocast_dtype,
-            float32_head=float32_head,
-            param_dtype=precision.param_dtype,
-            show_plan=show_plan,
-        )
+        self.engine = open_engine(trainer, self.config)
         self._undo_exact = _nothing
         try:
             if self.config.exact:
+                model = trainer.accelerator.unwrap_model(trainer.model)
                 self._undo_exact = prepare_trainer(model, self.engine.worker.narrow)
             self._watch = Watch(trainer, self.engine)
         except BaseException:
@@ -240,7 +209,8 @@ class RolloutGenerator:
             raise
         self._trainer, self._settings = trainer, settings_of(trainer)
         self._seam = find_seam(trainer)
-        self._balance = None
+        self._seeds, self._balance = RowSeeds(trainer), None
+        accelerator = trainer.accelerator
         if self.config.balance_ranks and accelerator.num_processes > 1:
             ranks = accelerator.process_index, accelerator.num_processes
             self._balance = RowBalance(*ranks, self.engine.scheduler.lengths)
@@ -261,7 +231,7 @@ class RolloutGenerator:
     ) -> tuple[list[list[int]], list[Completion]]:
         """Generate these rows, or those that other ranks have left to this one instead."""
         self._announced = announce(self._settings, self._announced)
-        seeds = self._row_seeds(len(prompts))
+        seeds = self._seeds.draw(len(prompts))
         if self._balance and not same_weights:
             prompts, seeds = self._balance.give_out(prompts, seeds)
         sampling = [self._sampling(prompt) for prompt in prompts]
@@ -301,20 +271,6 @@ class RolloutGenerator:
         room = max(self.engine.max_row_tokens - len(prompt), 1)
         return row_sampling(self._settings, room)
 
-    def _row_seeds(self, num_rows: int) -> list[int]:
-        """Seeds that differ by call, rank and row, and that a resumed run draws again."""
-        trainer = self._trainer
-        step, mode = trainer.state.global_step, "train" if trainer.model.training else "eval"
-        # A state is a training's own: after an interrupt the next may begin at the same step.
-        if self._seen[0] is not trainer.state or self._seen[1] != step:
-            self._seen, self._calls = (trainer.state, step), {"train": 0, "eval": 0}
-        call = self._calls[mode]
-        self._calls[mode] += 1
-        rank = trainer.accelerator.process_index
-        key = (trainer.args.seed, step, mode == "eval", call, rank)
-        words = np.random.SeedSequence(key).generate_state(num_rows, np.uint64)
-        return [int(word) for word in words >> np.uint64(1)]
-
     def _score_and_log_gap(self, score: Any, inputs: Any) -> Any:
         """Run TRL's `_generate_and_score_completions`, and log how far the two sides are apart."""
         scored = score(inputs)
@@ -329,10 +285,6 @@ class RolloutGenerator:
                 largest,
             )
         return scored
-
-
-def _print_plan(plan: MemoryPlan) -> None:
-    Console(stderr=True).print(plan.table())
 
 
 def _nothing() -> None:

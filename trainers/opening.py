@@ -1,0 +1,58 @@
+"""An engine on a trainer's model, made to compute as the trainer's forward does."""
+
+from typing import Any
+
+from accelerate.utils import DistributedType
+from rich.console import Console
+
+from rollout.config import RolloutConfig
+from rollout.engine import RolloutEngine
+from rollout.errors import UnsupportedTrainer
+from rollout.memory_plan import MemoryPlan
+from trainers.precision import precision_of
+from trainers.seams import settings_of
+from trainers.support import check_trainer
+
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
+    """Check a trainer, and make the engine that serves it.
+
+    Args:
+        trainer: A stock TRL trainer, constructed.
+        config: Knobs of the engine.
+
+    Raises:
+        UnsupportedTrainer: The trainer or its settings; the message says what to change.
+        UnsupportedModel: The model; likewise.
+    """
+    check_trainer(trainer)
+    accelerator, float32_head = trainer.accelerator, settings_of(trainer).args.cast_lm_head_to_fp32
+    if config.exact:
+        _check_exact(accelerator.distributed_type, float32_head)
+    precision = precision_of(accelerator)
+    return RolloutEngine(
+        accelerator.unwrap_model(trainer.model),
+        config,
+        autocast_dtype=precision.autocast_dtype,
+        float32_head=float32_head,
+        param_dtype=precision.param_dtype,
+        show_plan=_print_plan if accelerator.is_main_process else None,
+    )
+
+
+def _check_exact(kind: DistributedType, float32_head: bool) -> None:
+    if float32_head:
+        raise UnsupportedTrainer(
+            "on_policy='exact' does not know how a float32 head adds up; drop "
+            "`cast_lm_head_to_fp32`, or use on_policy='close'"
+        )
+    if kind in _SHARDING:
+        raise UnsupportedTrainer(
+            f"on_policy='exact' was not tried under {kind.value}; use DDP, or on_policy='close'"
+        )
+
+
+def _print_plan(plan: MemoryPlan) -> None:
+    Console(stderr=True).print(plan.table())
