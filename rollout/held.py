@@ -1,4 +1,4 @@
-"""The twin's parameters that do not share the trainer's storage, and the dtype they have instead."""
+"""The twin's parameters that do not share the trainer's storage, and the dtype that they have."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

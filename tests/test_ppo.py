@@ -9,6 +9,7 @@ import run_length
 import tiny
 import torch
 import trl_trainer
+from datasets import Dataset
 from peft import LoraConfig
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig
@@ -439,22 +440,28 @@ def test_grpos_arguments_are_not_enough(tmp_path):
         build(tmp_path, PPOTrainer, GRPOConfig, num_generations=2)
 
 
+def share(completion_ids, digit, **_):
+    """The share of tokens that are the right digit."""
+    rights = [run_length.VOCAB[each] for each in digit]
+    return [ids.count(right) / 4 for ids, right in zip(completion_ids, rights, strict=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_seventy_steps_raise_the_reward(tmp_path, seed):
-    """Answers of up to six letters, one completion a prompt."""
+def test_it_learns_to_copy(tmp_path, seed):
+    """`7=` is answered by `7777`: a random model does so by a tenth at most."""
     tokenizer = run_length.build_tokenizer()
-    dataset = run_length.build_dataset(seed=42)
+    rows = [{"prompt": f"{number % 10}=", "digit": str(number % 10)} for number in range(640)]
     trainer = build(
         tmp_path,
         model=run_length.build_model(tokenizer, seed=seed),
-        reward_funcs=run_length.reward,
-        train_dataset=dataset.filter(lambda row: len(row["answer"]) <= 6),
+        reward_funcs=share,
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         per_device_train_batch_size=64,
-        max_completion_length=8,
-        max_steps=70,
-        learning_rate=2e-3,
+        max_completion_length=4,
+        max_steps=110,
+        learning_rate=1.5e-3,
         value_learning_rate=2e-3,
         value_epochs=2,
         lr_scheduler_type="constant",
@@ -462,5 +469,6 @@ def test_seventy_steps_raise_the_reward(tmp_path, seed):
     )
     trainer.train()
     rewards = trl_trainer.logged(trainer, "reward")
-    assert mean(rewards[-10:]) - mean(rewards[:10]) > 0.5
-    assert max(trl_trainer.logged(trainer, "value/explained_variance")) > 0.3
+    assert rewards[0] < 0.1
+    assert mean(rewards[-10:]) > 0.9
+    assert max(trl_trainer.logged(trainer, "value/explained_variance")) > 0.2
