@@ -11,8 +11,11 @@ import torch
 import trl_trainer
 from datasets import Dataset
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig
+from trl.kernels import chunked_logprob
 
 from rollout import RolloutConfig, UnsupportedTrainer
 from trainers import (
@@ -360,6 +363,32 @@ def test_adapters_learn_beside_a_critic_that_has_none(tmp_path):
     trainer.train()
     assert not torch.equal(weights(trainer.model), policy)
     assert not torch.equal(weights(trainer.critic.model), critic)
+
+
+class WidestLogits(TorchDispatchMode):
+    """Most rows that a tensor with a column a token of the vocabulary has had."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.vocab, self.most = vocab, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, torch.Tensor) and each.shape[-1:] == (self.vocab,):
+                self.most = max(self.most, each.numel() // self.vocab)
+        return found
+
+
+def test_logits_of_all_tokens_are_never_held(tmp_path, monkeypatch):
+    """TRL's head goes through some tokens at a time, and the critic has no logits."""
+    monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", 16)
+    trainer = build(tmp_path, per_device_train_batch_size=32, max_steps=1, eval_strategy="no")
+    with WidestLogits(trainer.model.config.vocab_size) as logits:
+        trainer.train()
+    # The engine draws a token for each row, and the head's own weights are as wide.
+    few = max(32, trainer.model.config.hidden_size)
+    assert 32 <= logits.most <= few < 32 * trainer.max_completion_length
 
 
 def test_accumulated_gradients_make_the_same_step(tmp_path):
