@@ -39,7 +39,6 @@ class PagedAttention:
         segments: What is prefilled; `None` where every token is a row of its own (decode).
         runs_N4: The same on the device: lane, first packed token, tokens, first position, int64.
         exact: Attend as the trainer does in exact mode, by one kernel alone.
-        arrivals: What decode on a GPU counts splits in: zeros, a number a token and key head.
     """
 
     kv_cache: KVCache
@@ -50,7 +49,6 @@ class PagedAttention:
     segments: Sequence[Segment] | None = None
     runs_N4: Tensor | None = None
     exact: bool = False
-    arrivals: Tensor | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -65,27 +63,38 @@ class PagedAttention:
         finally:
             _active.reset(token)
 
+    def store(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        """Write the keys and values of the packed tokens."""
+        cache = self.kv_cache.layer(layer)
+        if keys_TKD.is_cuda:
+            from rollout.kernels import store_kv_triton  # Triton is not there on every CPU
+
+            where = (self.block_table_LP, self.lanes_T, self.positions_T)
+            store_kv_triton.store_kv(keys_TKD, values_TKD, cache, *where)
+            return
+        page_tokens = self.kv_cache.layout.page_tokens
+        pages_T = self.block_table_LP[self.lanes_T, self.positions_T // page_tokens]
+        store_kv(keys_TKD, values_TKD, cache, (pages_T, self.positions_T % page_tokens))
+
     def attend(
         self, layer: int, query_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, **options: Any
     ) -> Tensor:
-        """Store keys and values of the packed tokens, and attend with each over its row's context.
+        """Attend with each packed token over its row's context, `(T, H, D)`.
 
-        Returns:
-            `(T, H, D)`.
-
-        Raises:
-            Prefilled: Nothing else of this forward is needed.
+        The keys and values are those of the packed tokens, which have been stored.
         """
+        cache = self.kv_cache.layer(layer)
         if query_THD.is_cuda:
-            return self.attend_by_kernels(layer, query_THD, (keys_TKD, values_TKD), options)
-        cache, page_tokens = self.kv_cache.layer(layer), self.kv_cache.layout.page_tokens
-        pages_T = self.block_table_LP[self.lanes_T, self.positions_T // page_tokens]
-        store_kv(keys_TKD, values_TKD, cache, (pages_T, self.positions_T % page_tokens))
+            from rollout.kernels import paged_attention_triton as kernels  # as above
+
+            if self.segments is not None:
+                return self._prefill_on_gpu(cache, query_THD, (keys_TKD, values_TKD), options)
+            where = (self.block_table_LP, self.lanes_T, self.positions_T)
+            return kernels.decode(query_THD, cache, *where, max_context=self.max_context, **options)
         if self.segments is None:
             keys, values = gather_kv(cache, self.block_table_LP[self.lanes_T], self.max_context)
             positions = self.positions_T[:, None]
             return attend(query_THD[:, None], keys, values, positions, **options)[:, 0]
-        self._end_prefill(layer)
         counts = [len(segment.tokens) for segment in self.segments]
         queries, positions = query_THD.split(counts), self.positions_T.split(counts)
         outputs = []
@@ -95,30 +104,6 @@ class PagedAttention:
             output = attend(query_QHD[None], keys, values, positions_Q[None], **options)
             outputs.append(output[0])
         return torch.cat(outputs)
-
-    def attend_by_kernels(
-        self, layer: int, query_THD: Tensor, new: tuple[Tensor, Tensor], options: dict[str, Any]
-    ) -> Tensor:
-        """The same on a GPU."""
-        from rollout.kernels import (  # Triton is not there on every CPU
-            paged_attention_triton,
-            store_kv_triton,
-        )
-
-        cache = self.kv_cache.layer(layer)
-        where = (self.block_table_LP, self.lanes_T, self.positions_T)
-        if self.segments is None:
-            assert self.arrivals is not None
-            how = {"max_context": self.max_context, **options}
-            decode = paged_attention_triton.decode
-            return decode(query_THD, new, cache, *where, self.arrivals, **how)
-        store_kv_triton.store_kv(*new, cache, *where)
-        self._end_prefill(layer)
-        return self._prefill_on_gpu(cache, query_THD, new, options)
-
-    def _end_prefill(self, layer: int) -> None:
-        if layer == self.kv_cache.layout.num_layers - 1:
-            raise Prefilled
 
     def _prefill_on_gpu(
         self,
@@ -194,6 +179,9 @@ def _attend_and_store(
     }
     with torch.autocast(query_THD.device.type, enabled=False):
         states = [states.to(layout.dtype) for states in (query_THD, keys_TKD, values_TKD)]
+        paged.store(index, *states[1:])
+        if paged.segments is not None and index == layout.num_layers - 1:
+            raise Prefilled
         output = paged.attend(index, *states, **options)
     return output.to(query_THD.dtype)
 

@@ -136,10 +136,6 @@ class Forward:
         self._kept_mass = kept_mass
         self._model = model
         self._kv_cache = kv_cache
-        # ALIAS: counted up and back to zero by every decode, captured or not
-        most = max(len(lanes.positions_L), least_rows, _WARM_UP_ROWS)
-        shape = (most, kv_cache.layout.num_kv_heads)
-        self._arrivals = torch.zeros(shape, dtype=torch.int32, device=lanes.positions_L.device)
 
     @torch.no_grad()
     def warm_up(self) -> None:
@@ -195,7 +191,6 @@ class Forward:
             lanes_T=lanes_R,
             positions_T=positions_R,
             max_context=max_context,
-            arrivals=self._arrivals,
         )
         rows = torch.arange(len(lanes_R), device=lanes_R.device)
         logits_RV = self._model.logits(tokens_R, positions_R, rows, paged)

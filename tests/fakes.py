@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rollout import RolloutConfig, RolloutEngine
 from rollout.forward import Forward
-from rollout.kernels.paged_attention import gather_kv, store_kv
+from rollout.kernels.paged_attention import gather_kv
 from rollout.request import Batch
 from rollout.slots import IOSlot
 
@@ -26,9 +26,7 @@ class HistoryModel:
     def logits(self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged) -> Tensor:
         layout = paged.kv_cache.layout
         states = tokens_T[:, None, None].expand(-1, layout.num_kv_heads, layout.head_dim)
-        pages_T = paged.block_table_LP[paged.lanes_T, positions_T // layout.page_tokens]
-        places = (pages_T, positions_T % layout.page_tokens)
-        store_kv(states, states, paged.kv_cache.layer(0), places)
+        paged.store(0, states.float(), states.float())
         if len(rows) == 0:
             return torch.zeros(0, self._vocab)
         tables = paged.block_table_LP[paged.lanes_T]

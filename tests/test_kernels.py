@@ -159,26 +159,11 @@ class Paged:
         self.row_lanes = self.lanes.repeat_interleave(lengths_N)
         self.positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])
         self.generator = generator
-        self.arrivals = torch.zeros(512 * kv_heads, dtype=torch.int32, device=DEVICE)
 
     def store(self):
         store_kv_triton.store_kv(
             self.keys, self.values, self.cache, self.table, self.row_lanes, self.positions
         )
-
-    def decode(self, query, lanes, positions, tokens, max_context, **options):
-        """Decode by these packed tokens, whose keys and values it stores."""
-        new = (self.keys[tokens], self.values[tokens])
-        where = (self.table, lanes, positions, self.arrivals)
-        how = {"max_context": max_context, **options}
-        output = triton_attention.decode(query, new, self.cache, *where, **how)
-        assert not self.arrivals.any()
-        return output
-
-    def newest(self):
-        """Position and place among the packed tokens of each row's last token."""
-        lengths = torch.tensor(self.lengths, device=DEVICE)
-        return lengths - 1, lengths.cumsum(0) - 1
 
     def queries(self, count):
         query = torch.randn(count, self.heads, self.dim, generator=self.generator)
@@ -258,46 +243,17 @@ def test_store_writes_every_token_to_its_page_and_nothing_else(shape, dtype):
 
 @EACH_CASE
 def test_decode_equals_the_reference(shape, dtype, options):
-    """And stores each row's newest token before it reads it."""
     paged = Paged(LENGTHS, *shape, dtype)
     paged.store()
-    wanted_cache = [part.clone() for part in paged.cache]
-    positions, tokens = paged.newest()
-    pages = paged.table[paged.lanes, positions // shape[3]]
-    for part in paged.cache:
-        part[pages, positions % shape[3]] = torch.nan
-    query, how = paged.queries(len(LENGTHS)), paged.options(**options)
-    found = paged.decode(query, paged.lanes, positions, tokens, max(LENGTHS), **how)
+    query = paged.queries(len(LENGTHS))
+    positions = torch.tensor(LENGTHS, device=DEVICE) - 1
+    found = triton_attention.decode(
+        query, paged.cache, paged.table, paged.lanes, positions,
+        max_context=max(LENGTHS), **paged.options(**options),
+    )  # fmt: skip
     for row, length in enumerate(LENGTHS):
-        wanted = paged.expected(query[row : row + 1], row, length - 1, **how)
+        wanted = paged.expected(query[row : row + 1], row, length - 1, **paged.options(**options))
         assert_close(found[row : row + 1], wanted, dtype)
-    for part, wanted in zip(paged.cache, wanted_cache, strict=True):
-        assert torch.equal(part.nan_to_num(9e4), wanted.nan_to_num(9e4))
-
-
-@pytest.mark.gpu
-def test_decode_sees_every_split_however_often_it_runs():
-    """Splits that end in any order, one after the other in a graph."""
-    paged = Paged([2049, 20_000, 9000, 17] * 8, 32, 8, 128, 256, torch.bfloat16)
-    paged.store()
-    query, (positions, tokens) = paged.queries(32), paged.newest()
-    wanted = paged.decode(query, paged.lanes, positions, tokens, 20_000, scale=0.2)
-    for part in torch.arange(32, device=DEVICE).split(1):
-        where = (paged.lanes[part], positions[part], tokens[part])
-        assert torch.equal(paged.decode(query[part], *where, 20_000, scale=0.2), wanted[part])
-    graph, found = torch.cuda.CUDAGraph(), []
-    new, how = (paged.keys[tokens], paged.values[tokens]), {"max_context": 20_000, "scale": 0.2}
-    where = (paged.table, paged.lanes, positions, paged.arrivals)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            found.append(triton_attention.decode(query, new, paged.cache, *where, **how))
-    for _ in range(50):
-        for output in found:
-            output.fill_(torch.nan)
-        graph.replay()
-        assert all(torch.equal(output, wanted) for output in found)
-    assert not paged.arrivals.any()
 
 
 @EACH_CASE
@@ -387,9 +343,19 @@ def test_gated_silu_gives_torchs_bits(dtype):
 def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkeypatch):
     """The GPU's way through attention and sampling, in the interpreter."""
 
-    def attend(paged, layer, query, *new, **options):
-        return paged.attend_by_kernels(layer, query, new, options)
+    def store(paged, layer, keys, values):
+        where = (paged.block_table_LP, paged.lanes_T, paged.positions_T)
+        store_kv_triton.store_kv(keys, values, paged.kv_cache.layer(layer), *where)
 
+    def attend(paged, layer, query, *new, **options):
+        cache = paged.kv_cache.layer(layer)
+        if paged.segments is not None:
+            return paged._prefill_on_gpu(cache, query, new, options)
+        where = (paged.block_table_LP, paged.lanes_T, paged.positions_T)
+        context = paged.max_context
+        return triton_attention.decode(query, cache, *where, max_context=context, **options)
+
+    monkeypatch.setattr(PagedAttention, "store", store)
     monkeypatch.setattr(PagedAttention, "attend", attend)
     monkeypatch.setattr("rollout.forward.sample", sample_triton.sample)
     model, prompts = tiny.build(family), [[9], [10, 11, 12, 13, 14, 15, 16, 17], [19, 20]]
@@ -408,11 +374,13 @@ def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkey
 def test_a_rows_result_is_the_same_bits_beside_any_others(dtype):
     paged = Paged(LENGTHS, *SHAPES[0], dtype)
     paged.store()
-    query, (positions, tokens) = paged.queries(len(LENGTHS)), paged.newest()
+    query, positions = paged.queries(len(LENGTHS)), torch.tensor(LENGTHS, device=DEVICE) - 1
 
     def decode(rows, max_context):
-        where = (paged.lanes[rows], positions[rows], tokens[rows])
-        return paged.decode(query[rows], *where, max_context, scale=0.2)
+        return triton_attention.decode(
+            query[rows], paged.cache, paged.table, paged.lanes[rows], positions[rows],
+            max_context=max_context, scale=0.2,
+        )  # fmt: skip
 
     everyone = list(range(len(LENGTHS)))
     together = decode(everyone, 4 * max(LENGTHS))
@@ -462,8 +430,10 @@ def test_decode_prefill_and_the_trainers_forward_agree_to_the_last_bit(options, 
     assert in_second.sum() == (counts - firsts).sum()
     assert_same_bits(second[in_second], packed[in_second])
     for part in torch.arange(len(query), device=DEVICE).split(512):
-        where = (paged.row_lanes[part], paged.positions[part], part)
-        decoded = paged.decode(query[part], *where, max(lengths), **how)
+        decoded = triton_attention.decode(
+            query[part], paged.cache, paged.table, paged.row_lanes[part], paged.positions[part],
+            max_context=max(lengths), **how,
+        )  # fmt: skip
         assert_same_bits(decoded, packed[part])
 
 

@@ -19,94 +19,72 @@ _MIN_DOT_ROWS = 16  # the least that a side of a matrix unit's product can have
 
 
 @triton.jit
-def _store_newest(
-    NEW, CACHE, row, kv_head, place, row_stride, head_stride,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-):  # fmt: skip
-    dims = tl.arange(0, DIM_PAD)
-    newest = tl.load(NEW + row * row_stride + kv_head * head_stride + dims, mask=dims < DIM)
-    tl.store(CACHE + place + dims, newest, mask=dims < DIM)
-
-
-@triton.jit
-def _fold_splits(
-    PARTS, LSE, part, begin, end, mine, there,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP_PAD: tl.constexpr,
-):  # fmt: skip
-    """Fold a row's splits in order, so that their number in the graph changes no bit."""
-    lse = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    mean = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    dims = tl.arange(0, DIM_PAD)
-    for split in range(begin, end):
-        at = part + split
-        split_mean = tl.load(PARTS + at[:, None] * DIM + dims[None, :], mask=mine, other=0.0)
-        split_lse = tl.load(LSE + at, mask=there, other=-float("inf"))
-        lse, mean = fold(lse, mean, split_lse, split_mean)
-    return lse, mean
-
-
-@triton.jit
 def _decode_kernel(
-    Q, NEW_K, NEW_V, K, V, TABLE, LANES, POSITIONS, SINKS, PARTS, LSE, ARRIVALS, OUT,
-    table_stride, page_stride, token_stride, head_stride,
-    key_row_stride, key_head_stride, value_row_stride, value_head_stride,
-    window, scale, softcap, num_splits,
+    Q, K, V, TABLE, LANES, POSITIONS, SINKS, OUT, LSE,
+    table_stride, page_stride, token_stride, head_stride, window, scale, softcap, num_splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, IN_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     follow(EARLY)
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(POSITIONS + row)
     first = split * SPLIT
     stop = tl.minimum(first + SPLIT, position + 1)
-    begin, end = 0, position // SPLIT + 1  # splits with a key that is seen
     if HAS_WINDOW:
-        oldest = tl.maximum(position - window + 1, 0)
-        first = tl.maximum(first, oldest // BLOCK * BLOCK)
-        begin = oldest // SPLIT
+        first = tl.maximum(first, (position - window + 1) // BLOCK * BLOCK)
     if first >= stop:
         return
     table = TABLE + tl.load(LANES + row) * table_stride
-    K, V = K + kv_head * head_stride, V + kv_head * head_stride
-    if stop > position:
-        page = tl.load(table + position // PAGE).to(tl.int64)
-        place = page * page_stride + position % PAGE * token_stride
-        _store_newest(NEW_K, K, row, kv_head, place, key_row_stride, key_head_stride, DIM, DIM_PAD)
-        _store_newest(
-            NEW_V, V, row, kv_head, place, value_row_stride, value_head_stride, DIM, DIM_PAD
-        )  # fmt: skip
-        # ORDER: this program alone reads them below, by other threads than those that wrote
-        tl.debug_barrier()
     heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
     there = tl.arange(0, GROUP_PAD) < GROUP
     dims = tl.arange(0, DIM_PAD)
     mine = there[:, None] & (dims < DIM)[None, :]
-    at = row * HEADS + heads
+    at = row.to(tl.int64) * HEADS + heads
     query = tl.load(Q + at[:, None] * DIM + dims[None, :], mask=mine, other=0.0)
     last = tl.zeros([GROUP_PAD], tl.int64) + position
+    K, V = K + kv_head * head_stride, V + kv_head * head_stride
     full = first + (stop - first) // BLOCK * BLOCK
     mean, lse = attend_split(
         query, K, V, table, page_stride, token_stride, first, full, stop, last, window, scale,
         softcap, GROUP_PAD, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
-    if end - begin > 1:
-        part = at * num_splits
-        tl.store(PARTS + (part + split)[:, None] * DIM + dims[None, :], mean, mask=mine)
-        tl.store(LSE + part + split, lse, mask=there)
-        # ORDER: all threads have stored before one of them says so, and whoever sees it sees that
-        tl.debug_barrier()
-        arrivals = ARRIVALS + row * (HEADS // GROUP) + kv_head
-        if tl.atomic_add(arrivals, 1, sem="acq_rel") < end - begin - 1:
-            return
-        tl.store(arrivals, 0)  # as the next launch wants it
-        lse, mean = _fold_splits(PARTS, LSE, part, begin, end, mine, there, DIM, DIM_PAD, GROUP_PAD)
+    if IN_SPLITS:
+        part = at * num_splits + split
+        tl.store(OUT + part[:, None] * DIM + dims[None, :], mean, mask=mine)
+        tl.store(LSE + part, lse, mask=there)
+    else:
+        if HAS_SINKS:
+            lse, mean = add_sink(lse, mean, tl.load(SINKS + heads, mask=there, other=0.0))
+        output = mean.to(OUT.dtype.element_ty)
+        tl.store(OUT + at[:, None] * DIM + dims[None, :], output, mask=mine)
+
+
+@triton.jit
+def _add_splits_kernel(
+    PARTS, LSE, POSITIONS, SINKS, OUT, window, num_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Fold a head's splits in order, so that their number in the graph changes no bit."""
+    follow(EARLY)
+    at = tl.program_id(0).to(tl.int64)
+    position = tl.load(POSITIONS + at // HEADS)
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    one = tl.zeros([1], tl.int64)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // SPLIT
+    lse, mean = tl.full([1], -float("inf"), tl.float32), tl.zeros([1, DIM_PAD], tl.float32)
+    for split in range(begin, position // SPLIT + 1):
+        part = at * num_splits + split
+        split_mean = tl.load(PARTS + part * DIM + dims, mask=dims < DIM, other=0.0)
+        lse, mean = fold(lse, mean, tl.load(LSE + part + one), split_mean)
     if HAS_SINKS:
-        lse, mean = add_sink(lse, mean, tl.load(SINKS + heads, mask=there, other=0.0))
-    output = mean.to(OUT.dtype.element_ty)
-    tl.store(OUT + at[:, None] * DIM + dims[None, :], output, mask=mine)
+        lse, mean = add_sink(lse, mean, tl.load(SINKS + at % HEADS + one))
+    tl.store(OUT + at * DIM + dims, mean.to(OUT.dtype.element_ty), mask=dims < DIM)
 
 
 @triton.jit
@@ -162,12 +140,10 @@ def _runs_kernel(
 
 def decode(
     query_RHD: Tensor,
-    new: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     block_table_LP: Tensor,
     lanes_R: Tensor,
     positions_R: Tensor,
-    arrivals: Tensor,
     *,
     max_context: int,
     scale: float,
@@ -175,19 +151,14 @@ def decode(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Store a token's key and value a row, and attend with its query over the row's pages.
-
-    As `paged_attention.store_kv` and then `attend`, in one launch.
+    """Attend with one query a row over the row's pages; see `paged_attention.attend`.
 
     Args:
         query_RHD: Queries.
-        new: The tokens' keys and values, each `(R, K, D)`, of the cache's dtype.
         cache: A layer's keys and values, each `(pages, page_tokens, K, D)`.
         block_table_LP: Page ids of each lane, int64.
         lanes_R: Lane of each row, int64.
         positions_R: Position of each query, int64, below `max_context`.
-        arrivals: Zeros, int32, at least `R * K` of them, and zeros again afterwards: what counts
-            the splits of a row that are done, of which the last folds them.
         max_context: Bounds the launch; baked into a captured graph. It changes no result.
         scale: Multiplies the scores.
         window: Tokens a query sees, itself included. `None`: all.
@@ -200,25 +171,30 @@ def decode(
     assert lanes_R.is_contiguous()
     assert positions_R.is_contiguous()
     query = query_RHD.contiguous()
-    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in new)
     num_rows, num_heads, dim = query.shape
-    num_kv_heads = keys.shape[1]
-    assert arrivals.numel() >= num_rows * num_kv_heads
     num_splits = triton.cdiv(max_context, SPLIT_TOKENS)
     output = torch.empty_like(query)
-    shape = (num_rows, num_heads, num_splits)
-    parts = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    parts, lse = output, output
+    if num_splits > 1:
+        shape = (num_rows, num_heads, num_splits)
+        parts = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     sizes, strides = _sizes(query, cache, window, softcap, sinks_H)
-    group = num_heads // num_kv_heads
-    _decode_kernel[(num_rows, num_kv_heads, num_splits)](
-        query, keys, values, *cache, block_table_LP, lanes_R, positions_R, sinks_H,
-        parts, lse, arrivals, output,
-        block_table_LP.stride(0), *strides, *keys.stride()[:2], *values.stride()[:2],
-        window or 0, scale * LOG2E.value, softcap or 0.0, num_splits,
+    group = sizes["HEADS"] // cache[0].shape[2]
+    _decode_kernel[(num_rows, cache[0].shape[2], num_splits)](
+        query, *cache, block_table_LP, lanes_R, positions_R, sinks_H, parts, lse,
+        block_table_LP.stride(0), *strides, window or 0, scale * LOG2E.value, softcap or 0.0,
+        num_splits,
         GROUP=group, GROUP_PAD=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        SPLIT=SPLIT_TOKENS, **_DECODE, **sizes, **early(),
+        SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, **_DECODE, **sizes, **early(),
     )  # fmt: skip
+    if num_splits > 1:
+        _add_splits_kernel[(num_rows * num_heads,)](
+            parts, lse, positions_R, sinks_H, output, window or 0, num_splits,
+            HEADS=num_heads, DIM=dim, DIM_PAD=sizes["DIM_PAD"],
+            SPLIT=SPLIT_TOKENS, HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None,
+            **early(),
+        )  # fmt: skip
     return output
 
 
