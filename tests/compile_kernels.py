@@ -55,10 +55,10 @@ def attend(dtype, heads, kv_heads, dim, page_tokens, **options):
     new = tuple(torch.zeros(4, kv_heads, dim, dtype=dtype) for _ in range(2))
     cache = tuple(torch.zeros(3, page_tokens, kv_heads, dim, dtype=dtype) for _ in range(2))
     table, lanes = torch.zeros(4, 9, dtype=torch.int64), torch.arange(4)
-    where, arrivals = (table, lanes, lanes), torch.zeros(4 * kv_heads, dtype=torch.int32)
+    where = (table, lanes, lanes)
     store_kv_triton.store_kv(*new, cache, *where)
     how = {"scale": 0.1, **options}
-    paged_attention_triton.decode(query, new, cache, *where, arrivals, max_context=9000, **how)
+    paged_attention_triton.decode(query, cache, *where, max_context=9000, **how)
     runs = torch.zeros(2, 4, dtype=torch.int64)
     for keys, pages in ((cache, table), (new, None)):
         paged_attention_triton.attend_runs(
