@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from rollout.errors import UnsupportedModel
 from rollout.narrow import Narrow, Shape, make_narrow, make_plain, narrow_linear
-from rollout.support import base_of, experts_of
+from rollout.support import base_of, experts_of, has_layers
 from rollout.trainer_attention import EXACT_ATTENTION
 from rollout.twin import Twin
 
@@ -43,9 +43,10 @@ def prepare_trainer(model: nn.Module, narrow: Narrow | None = None) -> Callable[
         What undoes it.
 
     Raises:
-        UnsupportedModel: It has dropout.
+        UnsupportedModel: It has dropout, or 4-bit layers.
     """
     base: Any = base_of(model)
+    _check_quantised(base)
     for name in _dropouts(model):
         raise UnsupportedModel(
             f"{name} has dropout, and a rollout has none; set it to 0, or on_policy='close'"
@@ -114,9 +115,11 @@ def make_exact(twin: Twin) -> Narrow:
         The shapes whose products are ours.
 
     Raises:
-        UnsupportedModel: It has experts whose choice or products depend on how many rows meet.
+        UnsupportedModel: It has 4-bit layers, or experts whose choice or products depend on how
+            many rows meet.
     """
     _prefer_cublaslt(twin.base)
+    _check_quantised(twin.base)
     _check_experts(twin.base, twin.device)
     found: dict[Shape, int] = {}
     with twin.autocast():
@@ -130,6 +133,14 @@ def make_exact(twin: Twin) -> Narrow:
     if found:
         twin.use_narrow(found)
     return found
+
+
+def _check_quantised(base: nn.Module) -> None:
+    if has_layers("Linear4bit", base):
+        raise UnsupportedModel(
+            "on_policy='exact': its 4-bit layers (bitsandbytes' Linear4bit) multiply one row by "
+            "another kernel than many; load it in bfloat16, or on_policy='close'"
+        )
 
 
 def _check_experts(base: nn.Module, device: torch.device) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rollout.errors import UnsupportedModel
 from rollout.head import Float32Head
 from rollout.sharded import is_part
 
@@ -41,6 +42,9 @@ def held_weights(
         base: The twin's tree, of the same names.
         autocast_dtype: Of the autocast that the trainer's forward runs under, if any.
         param_dtype: What FSDP or DeepSpeed casts parameters to, if anything.
+
+    Raises:
+        UnsupportedModel: A layer is both sharded and quantised.
     """
     modules = dict(live.named_modules())
     cast = set() if autocast_dtype is None else set(_cast_layers(base))
@@ -49,6 +53,11 @@ def held_weights(
             if source is None:
                 continue
             dtype, sharded = source.dtype, is_part(source)
+            if sharded and getattr(module, "quant_state", None) is not None:
+                raise UnsupportedModel(
+                    f"{name} is a 4-bit layer whose weight lies in parts on several ranks, and "
+                    "parts of one were not tried; use DDP, or load the model in bfloat16"
+                )
             if sharded and dtype.is_floating_point:
                 dtype = param_dtype or dtype
             if key == "weight" and name in cast and dtype.is_floating_point:

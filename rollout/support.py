@@ -23,6 +23,11 @@ def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, each) for name, each in module.named_parameters() if each.dim() == 3)
 
 
+def has_layers(name: str, model: nn.Module) -> bool:
+    """Whether any layer is of a class of this name, or of one derived from it."""
+    return any(kind.__name__ == name for each in model.modules() for kind in type(each).__mro__)
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse a model that the engine would run wrongly.
 
@@ -93,16 +98,10 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 def _quantisation_reasons(model: nn.Module) -> Iterator[str]:
     """By the names of bitsandbytes' classes, as it need not be installed."""
-    names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if "Linear8bitLt" in names:
+    if has_layers("Linear8bitLt", model):
         yield (
             "its 8-bit layers (bitsandbytes' Linear8bitLt) look for outliers over all rows of a "
             "batch, so a row's numbers would depend on the others; load it in bfloat16"
-        )
-    if "Linear4bit" in names:
-        yield (
-            "its 4-bit layers (bitsandbytes' Linear4bit) may pack weights anew when they run, "
-            "which would change the trainer's as well; load it in bfloat16"
         )
 
 

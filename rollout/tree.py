@@ -14,6 +14,10 @@ from rollout.sharded import is_part, is_sharded, shape_of
 _FSDP_STATE = "__composable_api_state_key"
 _ZERO_STATE = ("_original_parameters", "_external_params")
 
+# Where bitsandbytes notes that a layer may pack its 4-bit weights anew, on a CPU in a forward
+# without gradients: what they were quantised by is shared, and the trainer's would be lost.
+_PACKS = "support_avx512bf16_for_cpu"
+
 
 def copied(live: nn.Module) -> nn.Module:
     """A copy of the tree over the same storage, without what FSDP, ZeRO and hooks added."""
@@ -55,9 +59,10 @@ def _forget_trainer(module: nn.Module) -> None:
     They close over the trainer's own modules and would run those.
     """
     module.__dict__.pop("forward", None)
-    module._parameters = dict(
-        module._parameters
-    )  # ZeRO-3's own mapping may gather what it is asked for
+    if hasattr(module, _PACKS):
+        setattr(module, _PACKS, False)
+    # ZeRO-3's own mapping may gather what it is asked for.
+    module._parameters = dict(module._parameters)
     for key in _ZERO_STATE:
         module.__dict__.pop(key, None)
     for key in [key for key in vars(module) if key.startswith(_FSDP_STATE)]:

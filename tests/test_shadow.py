@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout.held import held_weights
 from rollout.twin import Twin
 
 CONFIG = RolloutConfig(max_rows=4, page_tokens=4, prefill_tokens=20)
@@ -93,3 +94,11 @@ def test_adapters_of_a_sharded_model_are_followed():
         assert rows_of(engine) == on
     with RolloutEngine(tiny.build(), CONFIG) as plain:
         assert rows_of(plain) == off
+
+
+def test_parts_of_4_bit_weights_are_refused():
+    model, layer = tiny.build(), "model.layers.1.mlp.up_proj"
+    linear = model.get_submodule(layer)
+    linear.quant_state, linear.weight.ds_id = object(), 7  # as bitsandbytes and ZeRO-3 mark them
+    with pytest.raises(UnsupportedModel, match=f"{layer} is a 4-bit layer .* use DDP"):
+        list(held_weights(model, model, None, None))
