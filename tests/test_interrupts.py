@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 KEPT = replace(trl_trainer.ENGINE, kv_keep="always")
 
 SIGINT = """
-import json, sys, torch
+import json, sys, time, torch
 from pathlib import Path
 torch.set_num_threads(1)
 import tiny, trl_trainer
@@ -30,17 +30,18 @@ folder = Path(sys.argv[1])
 trainer = trl_trainer.build(folder, max_steps=2, max_completion_length=200)
 generator = trl_trainer.attach(trainer)
 trainer.eos_token_ids = []
-forward, steps = generator.engine.worker.graphs.forward, []
+forward, steps, found = generator.engine.worker.graphs.forward, [], {}
 decode = forward.decode
 
 def telling(*args):
     steps.append(args)
     if len(steps) == 20:
         print("in a rollout", flush=True)
+    if len(steps) > 20 and not found:
+        time.sleep(0.05)  # the signal may be long in coming
     return decode(*args)
 
 forward.decode = telling
-found = {}
 try:
     trainer.train()
 except KeyboardInterrupt:
