@@ -22,10 +22,11 @@ TESTS = Path(__file__).parent
 KEPT = replace(trl_trainer.ENGINE, kv_keep="always")
 
 SIGINT = """
-import json, sys, time, torch
+import json, signal, sys, time, torch
 from pathlib import Path
 torch.set_num_threads(1)
 import tiny, trl_trainer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 folder = Path(sys.argv[1])
 trainer = trl_trainer.build(folder, max_steps=2, max_completion_length=200)
 generator = trl_trainer.attach(trainer)
