@@ -46,7 +46,7 @@ class Streams:
         self.module.current_stream(self._device).wait_event(self.compute.record_event())
 
     def wait_for_all(self) -> None:
-        """Wait until all three streams are empty, and what the trainer has queued so far is done.
+        """Wait until all streams are empty, and what the trainer has queued so far is done.
 
         Weights are cast for the first time on the trainer's stream, when an engine is made.
         """

@@ -267,9 +267,10 @@ def least_seconds(work, repeats):
 
 
 def test_64_rows_of_16K_take_a_fraction_of_a_loop_over_their_tokens():
-    """Less than a twentieth: 30 to 40 ms on an idle core."""
+    """Less than a twentieth on an idle core; `-s` prints the times."""
     rewards, values = torch.randn(2, 64, 16384)
     given = rewards, values, torch.rand(64, 16384) > 0.3, 0.999, torch.rand(64)
     close(gae(*given)[0], by_a_loop(*given), atol=1e-4, rtol=1e-4)
     scan, loop = least_seconds(lambda: gae(*given), 40), least_seconds(lambda: by_a_loop(*given), 2)
-    assert scan < loop / 3
+    print(f"64 rows x 16,384: {scan * 1e3:.0f} ms, a loop {loop * 1e3:.0f} ms")  # noqa: T201
+    assert scan < loop / 10
