@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.doctor import copy_bandwidth
 from rollout.trace import tracing
 from rollout.workload import build_model
 from trainers.utilisation import Utilisation
@@ -83,5 +82,6 @@ def test_bandwidth_and_operations_are_used_in_part(model):
         weights = stats.engine_steps * engine.worker.cost().weight_bytes
     assert 0.1 < found["rollout/mbu"] < 1
     assert 0 < found["rollout/mfu"] < found["rollout/mbu"]
-    least = weights / copy_bandwidth("cuda", "cuda") / stats.duration_s
-    assert found["rollout/mbu"] > 0.9 * least
+    # Of the bandwidth that it has measured itself: others may be at work on this GPU at times.
+    least = weights / utilisation._bandwidth / stats.duration_s
+    assert found["rollout/mbu"] > least
