@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rollout.narrow import Narrow, narrow_linear
+from rollout.few_rows import FewRowsLinear, few_rows_linear, serves
+from rollout.narrow import Narrow, NarrowLinear, narrow_linear
 
 # Linear layers that models apply to the same input, by the names they have in transformers.
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -44,6 +45,9 @@ def _fused(plain: Any) -> Any:
 
 
 def _plain(layer: Any) -> Any:
+    """Its class in the trainer's tree."""
+    if isinstance(layer, NarrowLinear | FewRowsLinear):
+        return nn.Linear
     return layer.plain if isinstance(layer, Fused) else type(layer)
 
 
@@ -58,7 +62,7 @@ class _Adapter(NamedTuple):
 class _Product:
     """One product for several layers; the first that is called computes for all."""
 
-    def __init__(self, narrow: Narrow) -> None:
+    def __init__(self, narrow: Narrow | None) -> None:
         self._narrow = narrow
         self._down: nn.Parameter | None = None
         self._input: Tensor | None = None
@@ -108,6 +112,9 @@ class _Product:
         ]
 
     def _multiply(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._narrow is None:
+            multiply = few_rows_linear if serves(weight) else linear
+            return multiply(states, weight, bias)
         most_rows = self._narrow.get((weight.shape[0], weight.shape[1]))
         if most_rows is not None:
             return narrow_linear(states, weight, bias, most_rows)
@@ -148,7 +155,8 @@ def fuse(base: nn.Module, narrow: Narrow | None = None) -> int:
 
     Args:
         base: The twin's tree, bound to its weights.
-        narrow: Shapes whose products are ours; see `narrow`.
+        narrow: Shapes whose products are ours at any number of rows, in exact mode; see `narrow`.
+            `None`: those of few rows are ours; see `few_rows`.
 
     Returns:
         Groups that are one product.
@@ -157,7 +165,7 @@ def fuse(base: nn.Module, narrow: Narrow | None = None) -> int:
     for layers in _groups(base):
         together = _lie_together([_linear(layer) for layer in layers])
         fused += together
-        product = getattr(layers[0], "product", None) or _Product(narrow or {})
+        product = getattr(layers[0], "product", None) or _Product(narrow)
         if together:
             product.bind(layers)
         for index, layer in enumerate(layers):
@@ -189,11 +197,11 @@ def _can_fuse(layer: Any) -> bool:
     if _plain(layer) is nn.Linear:
         return True
     is_lora = _plain(layer).__name__ == "Linear" and hasattr(layer, "lora_A")
-    if not is_lora or type(layer.base_layer) is not nn.Linear:
+    if not is_lora or _plain(layer.base_layer) is not nn.Linear:
         return False
     active = _active(layer)
     parts = [part[name] for part in (layer.lora_A, layer.lora_B) for name in active]
-    plain = all(type(part) is nn.Linear and part.bias is None for part in parts)
+    plain = all(_plain(part) is nn.Linear and part.bias is None for part in parts)
     return plain and len(active) < 2 and not any(name in layer.lora_variant for name in active)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.compiled import compile_layers, decoder_layers
+from rollout.few_rows import use_few_rows
 from rollout.fused import fuse
 from rollout.head import use_float32_head
 from rollout.held import held_weights
@@ -69,7 +70,7 @@ class Twin:
         device = next(model.parameters()).device
         self._shadow = Shadow(arena or PlainArena(device))
         self.casts = Stopwatch(device)
-        self._narrow: Narrow = {}
+        self._narrow: Narrow | None = {} if exact else None
         self._announced: bool | None = None
         self.num_builds = 0
         self._rebuild()
@@ -158,7 +159,10 @@ class Twin:
         self._bind()
         self._hold()
         self.num_fused = fuse(self._base, self._narrow)
-        make_narrow(self._base, self._narrow)
+        if self._narrow is None:
+            use_few_rows(decoder_layers(self._base))
+        else:
+            make_narrow(self._base, self._narrow)
 
     def use_narrow(self, narrow: Narrow) -> None:
         """From now on compute layers of these shapes by our own product.

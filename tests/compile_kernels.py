@@ -88,10 +88,25 @@ def compute():
         product_triton.product(states.new_zeros(rows, 256), states.new_zeros(64, 256))
 
 
+def close():
+    """The product of few rows, in one part and in several."""
+    from rollout.kernels import few_rows_triton
+
+    for rows, outputs, inner, dtype in (
+        (32, 24576, 4096, torch.bfloat16),
+        (9, 4096, 12288, torch.bfloat16),
+        (20, 1024, 2048, torch.float16),
+    ):
+        weight = torch.zeros(outputs, inner, dtype=dtype)
+        states = weight.new_zeros(rows, inner)
+        few_rows_triton.few_rows_product(states, weight, weight.new_zeros(outputs))
+
+
 if __name__ == "__main__":
     compile_alone()
     attend(torch.bfloat16, 32, 8, 128, 256)
     attend(torch.float16, 12, 4, 96, 64, window=128, sinks_H=torch.zeros(12))
     attend(torch.bfloat16, 8, 1, 256, 16, softcap=30.0)
     draw()
+    close()
     compute()

@@ -139,6 +139,10 @@ def test_narrow_products_are_the_same_products_and_outlive_a_change_of_adapters(
         groups = {(96, 48), (128, 48), (9, 48), (6, 48)}
         engine.worker.twin.use_narrow(dict.fromkeys({*shapes, *groups}, 256))
         tiny.assert_on_policy(engine, model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)  # as an optimizer's step: each product has to take it over
+        tiny.assert_on_policy(engine, model)
         left = [
             type(m).__name__
             for m in engine.worker.twin.base.modules()

@@ -251,14 +251,14 @@ def test_graph_and_eager_agree_at_every_padded_size(dtype, draw):
             # One page a row, so that no two rows write to the same place.
             lanes.block_table_LP[:LANES, 0] = torch.arange(1, LANES + 1)
             positions, tokens = lanes.positions_L.clone().clamp(max=8), lanes.tokens_L.clone()
-            words = graphs.forward.filters.words_LNW.clone() if graphs.forward.filters else None
+            words = lanes.filters.words_LNW.clone() if lanes.filters else None
             graphs._lanes[:size].copy_(torch.arange(size))
             results = []
             for run in (graphs._graphs[key].replay, lambda key=key: graphs._step(*key)):
                 lanes.positions_L.copy_(positions)
                 lanes.tokens_L.copy_(tokens)
                 if words is not None:  # the run before has pushed its tokens onto them
-                    graphs.forward.filters.words_LNW.copy_(words)
+                    lanes.filters.words_LNW.copy_(words)
                 torch.cuda.synchronize()
                 with torch.no_grad():
                     run()

@@ -19,6 +19,7 @@ from rollout.kv_cache import KVCache, KVLayout
 
 pytest.importorskip("triton")
 from rollout.kernels import (
+    few_rows_triton,
     gate_triton,
     keep_triton,
     norm_triton,
@@ -293,6 +294,30 @@ def test_unsplit_product_is_the_linear_layers(shape, bias, dtype):
     found = product_triton.product(states[None], weight, added)
     assert found.shape == (1, rows, outputs)
     assert_close(found[0], wanted, dtype)
+
+
+# In the interpreter float32; on a GPU it is for 16 bits.
+@pytest.mark.parametrize(
+    "dtype", DTYPES if not ON_GPU else [torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inner", "parts"),
+    [(1, 64, 128, 1), (9, 192, 640, 1), (32, 64, 2048, 4), (20, 128, 1024, 2)],
+)
+def test_product_of_few_rows_is_the_linear_layers(rows, outputs, inner, parts, bias, dtype):
+    assert few_rows_triton._parts(outputs // 64, inner, 132) == parts
+    generator = torch.Generator().manual_seed(0)
+    states, weight, added = (
+        torch.randn(*size, generator=generator).to(DEVICE, dtype)
+        for size in ((rows, inner), (outputs, inner), (outputs,))
+    )
+    added = added if bias else None
+    wanted = linear(states.float(), weight.float(), None if added is None else added.float())
+    for _ in range(3):  # what counts the parts is zero again after each
+        found = few_rows_triton.few_rows_product(states[None], weight, added)
+        assert found.shape == (1, rows, outputs)
+        assert_close(found[0], wanted, dtype)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,75 @@
+"""Linear layers of the twin whose products of few rows are ours, as close mode decodes them.
+
+cuBLAS takes no part in launching a kernel while the one before it ends, and a decode step is
+hundreds of products that last microseconds each.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+
+@torch.library.custom_op("twinslot::few_rows_linear", mutates_args=())
+def _few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from rollout.kernels import few_rows_triton  # Triton is not there on every CPU
+
+    if states.numel() // states.shape[-1] > few_rows_triton.MOST_ROWS:
+        return linear(states, weight, bias)
+    return few_rows_triton.few_rows_product(states, weight, bias)
+
+
+@_few_rows_linear.register_fake
+def _(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return states.new_empty((*states.shape[:-1], len(weight)))
+
+
+def few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear(states, weight, bias)` without a gradient.
+
+    Args:
+        states: `(..., inputs)`.
+        weight: `(outputs, inputs)`, which `serves`; a product of many rows stays cuBLAS's.
+        bias: `(outputs,)`.
+
+    Returns:
+        `(..., outputs)`.
+    """
+    # In autocast, whose dtype the weight has, `linear` would do this.
+    bias = None if bias is None else bias.to(weight.dtype)
+    return _few_rows_linear(states.to(weight.dtype), weight, bias)
+
+
+def serves(weight: Tensor) -> bool:
+    """Whether products with this weight can be ours: on Hopper and newer, in 16 bits."""
+    if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if torch.cuda.get_device_capability(weight.device) < (9, 0):
+        return False
+    from rollout.kernels.few_rows_triton import arrivals, divides
+
+    arrivals(weight.device)
+    return weight.dim() == 2 and weight.is_contiguous() and divides(*weight.shape)
+
+
+class FewRowsLinear(nn.Linear):
+    """A linear layer that computes by `few_rows_linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the layer itself would return."""
+        return few_rows_linear(input, self.weight, self.bias)
+
+
+def use_few_rows(layers: Iterable[nn.Module]) -> None:
+    """Let the plain linear layers in these decoder layers compute by `few_rows_linear`.
+
+    Args:
+        layers: Of the twin's tree, after `fuse`: layers that are part of a group's product are
+            left.
+    """
+    for layer in (module for each in layers for module in each.modules()):
+        if type(layer) is nn.Linear and serves(layer.weight):
+            layer.__class__ = FewRowsLinear
+        elif type(layer) is FewRowsLinear and not serves(layer.weight):
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
