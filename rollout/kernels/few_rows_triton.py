@@ -81,7 +81,7 @@ def few_rows_product(states: Tensor, weight: Tensor, bias: Tensor | None = None)
     _few_rows_kernel[(tiles, num_parts)](
         flat, weight, bias, out, parts, arrivals(out.device), rows, outputs, inner,
         inner // num_parts, OUTPUTS=_OUTPUTS, ROWS=16 if rows <= 16 else MOST_ROWS, INNER=_INNER,
-        STAGES=_SHALLOW if tiles * num_parts >= 2 * units else _DEEP, PARTS_NUM=num_parts,
+        STAGES=_SHALLOW if tiles * num_parts > units else _DEEP, PARTS_NUM=num_parts,
         HAS_BIAS=bias is not None, num_warps=4, **early(),
     )  # fmt: skip
     return out.view(*states.shape[:-1], outputs)
@@ -105,7 +105,11 @@ def arrivals(device: torch.device) -> Tensor:
 def _parts(tiles: int, inner: int, units: int) -> int:
     """Parts of the inner dimension, so that as many programs run as there are multiprocessors."""
     parts = 1
-    while tiles * parts * 2 <= units and inner % (2 * parts * _INNER * _LEAST_STEPS) == 0:
+    while (
+        tiles * 2 * parts <= units
+        and inner % (2 * parts * _INNER) == 0
+        and inner >= 2 * parts * _INNER * _LEAST_STEPS
+    ):
         parts *= 2
     return parts
 
