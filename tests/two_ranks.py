@@ -75,6 +75,13 @@ def turns():
 before = clock._num_tokens
 found["ranks"] = generator._share_version(turns)
 found["own"], found["counted"] = sum(own), clock._num_tokens - before
+try:  # before weights are gathered
+    if rank == 1:
+        generator.engine._limits = None
+    generator.generate([[9]], None, 1)
+except Exception as error:
+    found["early"] = f"{type(error).__name__}: {error}"
+vars(generator.engine).pop("_limits", None)
 if rank == 0:
     generator.engine.worker.graphs.run = None
 try:
@@ -168,9 +175,10 @@ def check_training(found, kind, wrapper, most):
         assert each["counted"] == first["own"] + second["own"]
     assert first["weights"] == second["weights"]
     assert first["completions"] != second["completions"]
-    assert first["error"].startswith("TypeError")
     other = "RolloutError: the rollout failed on 1 other rank(s); see their errors"
-    assert second["error"] == other
+    assert first["early"] == second["error"] == other
+    assert second["early"].startswith("TypeError")
+    assert first["error"].startswith("TypeError")
 
 
 def check_learning(found, most=1e-4):
