@@ -20,7 +20,7 @@ from rollout.kv_cache import KVLayout
 from rollout.memory import Arena, PlainArena
 from rollout.narrow import Narrow, make_narrow
 from rollout.shadow import Shadow
-from rollout.sharded import is_part, is_sharded, local_bytes, reshard
+from rollout.sharded import is_part, is_sharded, local_bytes, reshard, whole
 from rollout.stopwatch import Stopwatch
 from rollout.support import base_of, check_placed
 from rollout.tree import alias, copied, fingerprint
@@ -163,6 +163,20 @@ class Twin:
             use_few_rows(decoder_layers(self._base))
         else:
             make_narrow(self._base, self._narrow)
+
+    @torch.no_grad()
+    def give_parts(self) -> None:
+        """Take part in the `refresh` of other ranks, and keep nothing of it."""
+        reshard(self._live)
+        live = base_of(self._live)
+        if fingerprint(live) != self._fingerprint:
+            self._rebuild()
+        held = held_weights(live, self._base, self._autocast_dtype, self._param_dtype)
+        # Tied ones are gathered once there, too.
+        parts = {(id(e.source), e.dtype): e.source for e in held if is_part(e.source)}
+        for (_, dtype), source in parts.items():
+            with whole(source, dtype):
+                pass
 
     def use_narrow(self, narrow: Narrow) -> None:
         """From now on compute layers of these shapes by our own product.

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+import torch
 import trl
 import trl_trainer
 from accelerate import FullyShardedDataParallelPlugin
@@ -18,6 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from rollout import UnsupportedTrainer
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
+from trainers.opening import _place
 from trainers.sampling import refused_settings, row_sampling
 from trainers.support import check_trainer, check_trl
 
@@ -367,3 +369,15 @@ def test_a_refused_model_leaves_the_trainer_alone(tmp_path):
     with pytest.raises(NotImplementedError, match="dynamic RoPE"):
         trl_trainer.attach(trainer)
     assert not trainer.use_vllm
+
+
+def test_a_model_that_training_would_move_is_moved_before_there_is_an_engine():
+    model = tiny.build()
+    _place(model, torch.device("cpu"))
+    before = next(model.parameters()).data_ptr()
+    _place(model, torch.device("cpu"))
+    assert next(model.parameters()).data_ptr() == before
+    _place(model, torch.device("meta"))  # stands for a GPU
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    _place(model, torch.device("cpu"))  # from elsewhere nothing is moved
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

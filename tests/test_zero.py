@@ -4,7 +4,8 @@ DeepSpeed replaces `torch.nn.functional.linear` wherever ZeRO-3 begins, and neve
 """
 
 import pytest
-from test_ranks import needs_deepspeed, on_two_ranks
+from test_ranks import needs_deepspeed
+from two_ranks import on_two_ranks
 
 pytestmark = [needs_deepspeed, pytest.mark.slow]
 

@@ -161,7 +161,7 @@ class RolloutGenerator:
                 So does an interrupt, which must not wait for ranks that may be anywhere.
         """
         ran, completions, failure = prompts, list[Completion](), None
-        later_turn = bool(self._num_turns)
+        later_turn, version = bool(self._num_turns), self.engine.policy_version
         try:
             if images is not None:
                 raise UnsupportedTrainer("the engine cannot take images; use text alone")
@@ -169,6 +169,9 @@ class RolloutGenerator:
                 ran, completions = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:
             failure = error
+            if not later_turn and self.engine.policy_version == version:
+                # It came before the weights were gathered, for which other ranks wait.
+                self.engine.worker.twin.give_parts()
         num_tokens = sum(len(completion.token_ids) for completion in completions)
         if not later_turn:
             num_tokens = agree(self._trainer.accelerator, failure, num_tokens)

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 from rich.console import Console
+from torch import nn
 
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
@@ -31,15 +33,25 @@ def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
     accelerator, float32_head = trainer.accelerator, settings_of(trainer).args.cast_lm_head_to_fp32
     if config.exact:
         _check_exact(accelerator.distributed_type, float32_head)
-    precision = precision_of(accelerator)
+    precision, model = precision_of(accelerator), accelerator.unwrap_model(trainer.model)
+    _place(model, accelerator.device)
     return RolloutEngine(
-        accelerator.unwrap_model(trainer.model),
+        model,
         config,
         autocast_dtype=precision.autocast_dtype,
         float32_head=float32_head,
         param_dtype=precision.param_dtype,
         show_plan=_print_plan if accelerator.is_main_process else None,
     )
+
+
+def _place(model: nn.Module, device: torch.device) -> None:
+    """Move a model now that training would move later, as it does under FSDP and DeepSpeed.
+
+    An engine is made for the device that it finds the weights on.
+    """
+    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        model.to(device)
 
 
 def _check_exact(kind: DistributedType, float32_head: bool) -> None:

@@ -1,0 +1,191 @@
+"""Trainings that two processes share, and what they are asked about them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+BEGIN = """
+import hashlib, json, os, sys, torch
+from dataclasses import replace
+from pathlib import Path
+from peft import LoraConfig
+torch.set_num_threads(1)
+import run_length, trl_trainer
+from rollout.sharded import whole
+
+def digest(model):
+    \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        with torch.no_grad(), whole(parameter, parameter.dtype) as numbers:
+            found.update(numbers.float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+def spread(trainer):
+    if "fsdp2" in kind:
+        trainer.model.to("cpu")  # where transformers leaves it for FSDP to move
+        trl_trainer.shard(trainer)
+    if kind.startswith("zero"):
+        trl_trainer.use_zero(trainer, int(kind[4]))
+
+def write(found):
+    Path(folder, os.environ["RANK"] + ".json").write_text(json.dumps(found))
+
+device, runs = json.loads(Path(sys.argv[1]).read_text())
+on_cpu = device == "cpu"
+# Each has its own names and its own trainer, whose arguments make accelerate's state anew.
+for folder, script, kind, precision in runs:
+    torch.manual_seed(0)  # whatever the one before it drew
+    exec(compile(script, folder, "exec"), dict(globals()))
+"""
+
+TRAIN = """
+adapters = LoraConfig(target_modules="all-linear", r=4) if "lora" in kind else None
+trainer = trl_trainer.build(
+    folder, max_steps=2, bf16=precision == "bf16", peft_config=adapters, use_cpu=on_cpu
+)
+spread(trainer)
+# Kernels of a GPU take no smaller pages; what compiled layers compute is for other tests.
+config = replace(trl_trainer.ENGINE, page_tokens=4 if on_cpu else 16, compile_layers=False)
+config = replace(config, balance_ranks="balanced" in kind)
+generator = trl_trainer.attach(trainer, config)
+rank = trainer.accelerator.process_index
+trainer.train()
+found = {
+    "wrapper": type(trainer.model_wrapped).__name__,
+    "gap": max(trl_trainer.logged(trainer, "rollout/logp_gap")),
+    "shadow": generator.engine.worker.twin.shadow_bytes,
+    "completions": generator.generate([[9, 10]] * 4, None, 4)[1],
+    "weights": digest(trainer.model),
+}
+
+# Ranks whose rows differ in number and length, and whose tool loops take different turns.
+own, clock = [], generator._watch._clock
+def turns():
+    for _ in range(1 + 2 * rank):
+        completions = generator.generate([[9, 10]] * (1 + 7 * rank), None, 1)[1]
+        own.append(sum(map(len, completions)))
+    one = torch.ones(1, device=trainer.accelerator.device)
+    return trainer.accelerator.gather(one).sum().item()
+
+before = clock._num_tokens
+found["ranks"] = generator._share_version(turns)
+found["own"], found["counted"] = sum(own), clock._num_tokens - before
+try:  # before weights are gathered
+    if rank == 1:
+        generator.engine._limits = None
+    generator.generate([[9]], None, 1)
+except Exception as error:
+    found["early"] = f"{type(error).__name__}: {error}"
+vars(generator.engine).pop("_limits", None)
+if rank == 0:
+    generator.engine.worker.graphs.run = None
+try:
+    generator.generate([[9]], None, 1)
+except Exception as error:
+    found["error"] = f"{type(error).__name__}: {error}"
+found["device"] = trainer.accelerator.device.type
+write(found)
+"""
+
+LEARN = """
+from trl import GRPOConfig, GRPOTrainer
+from rollout import RolloutConfig
+from trainers import RolloutGenerator
+tokenizer = run_length.build_tokenizer()
+trainer = GRPOTrainer(
+    model=run_length.build_model(tokenizer, seed=0),
+    reward_funcs=run_length.reward,
+    args=GRPOConfig(
+        output_dir=folder, per_device_train_batch_size=64, num_generations=8,
+        max_completion_length=8, max_steps=30, learning_rate=3e-3, logging_steps=1,
+        lr_scheduler_type="constant",
+        use_cpu=on_cpu, bf16=False, gradient_checkpointing=False, report_to="none",
+        save_strategy="no", disable_tqdm=True,
+    ),
+    train_dataset=run_length.build_dataset(seed=0).filter(lambda row: len(row["answer"]) <= 6),
+    processing_class=tokenizer,
+)
+spread(trainer)
+config = RolloutConfig(max_rows=64, page_tokens=16, compile_layers=False)
+RolloutGenerator(config).attach(trainer)
+rank = trainer.accelerator.process_index
+trainer.train()
+rewards = trl_trainer.logged(trainer, "reward")
+gap = max(trl_trainer.logged(trainer, "rollout/logp_gap_max"))
+write({"rewards": rewards, "gap": gap, "weights": digest(trainer.model)})
+"""
+
+
+# Name -> script, kind of training, precision.
+TRAININGS = {
+    "ddp, balanced": (TRAIN, "ddp, balanced", "no"),
+    "fsdp2": (TRAIN, "fsdp2", "no"),
+    "fsdp2, lora": (TRAIN, "fsdp2, lora", "bf16"),
+    "ddp learns": (LEARN, "ddp", "no"),
+    "fsdp2 learns": (LEARN, "fsdp2", "no"),
+}
+
+
+def on_two_ranks(folder, runs, device="cpu"):
+    """What each of two processes has found in each of `runs`: a name's script, kind, precision.
+
+    On `cpu` they talk through gloo, on `cuda` each has a GPU and they talk through NCCL.
+
+    They share one pair of processes, of which most of the time goes into imports.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    for name in runs:
+        (folder / name).mkdir()
+    wanted = [(str(folder / name), *run) for name, run in runs.items()]
+    (folder / "runs.json").write_text(json.dumps([device, wanted]))
+    (folder / "script.py").write_text(BEGIN)
+    root = TESTS.parent
+    paths = [root, TESTS, root / "examples", os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    environment["DS_ACCELERATOR"] = device
+    result = subprocess.run(
+        [*command, str(folder / "script.py"), str(folder / "runs.json")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stderr
+    return {
+        name: [json.loads((folder / name / f"{rank}.json").read_text()) for rank in (0, 1)]
+        for name in runs
+    }
+
+
+def check_training(found, kind, wrapper, most):
+    """Assert what a run of `TRAIN` promises; `most` is its largest mean gap."""
+    first, second = found
+    for each in found:
+        assert each["wrapper"] == wrapper
+        assert each["gap"] < most
+        assert (each["shadow"] > 0) == kind.startswith(("fsdp2", "zero3"))
+        assert each["ranks"] == 2
+        assert each["counted"] == first["own"] + second["own"]
+    assert first["weights"] == second["weights"]
+    assert first["completions"] != second["completions"]
+    other = "RolloutError: the rollout failed on 1 other rank(s); see their errors"
+    assert first["early"] == second["error"] == other
+    assert second["early"].startswith("TypeError")
+    assert first["error"].startswith("TypeError")
+
+
+def check_learning(found, most=1e-4):
+    """Assert what a run of `LEARN` promises; `most` is its largest gap."""
+    first, second = found
+    assert first["weights"] == second["weights"]
+    assert first["gap"] < most
+    rewards = first["rewards"]
+    print("reward", sum(rewards[:5]) / 5, "to", sum(rewards[-5:]) / 5)  # noqa: T201
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
