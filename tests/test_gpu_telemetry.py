@@ -80,8 +80,7 @@ def test_bandwidth_and_operations_are_used_in_part(model):
             stats, PROMPTS, [lengths(row).max_new_tokens for row in range(13)]
         )
         weights = stats.engine_steps * engine.worker.cost().weight_bytes
-    assert 0.1 < found["rollout/mbu"] < 1
-    assert 0 < found["rollout/mfu"] < found["rollout/mbu"]
+    assert 0 < found["rollout/mfu"] < found["rollout/mbu"] < 1
     # Of the bandwidth that it has measured itself: others may be at work on this GPU at times.
     least = weights / utilisation._bandwidth / stats.duration_s
     assert found["rollout/mbu"] > least

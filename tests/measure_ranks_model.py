@@ -1,0 +1,48 @@
+"""python tests/measure_ranks_model.py FOLDER NUM_EOS: random weights in the shape of Qwen3-1.7B.
+
+SHAPE=tiny: small.
+
+Its tokenizer is that of examples/run_length.py with words that no text has, of which the last
+NUM_EOS end a completion: a row of random draws then has a geometric length.
+"""
+
+import json
+import os
+import sys
+
+import run_length
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from rollout import workload
+
+folder, num_eos = sys.argv[1], int(sys.argv[2])
+full = {**workload.SHAPES["qwen3-0.6b"], "hidden_size": 2048, "intermediate_size": 6144}
+tiny = {**full, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+tiny |= {"vocab_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
+shape = tiny if os.environ.get("SHAPE") == "tiny" else full
+workload.SHAPES["made"] = shape
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+model = workload.build_model("made", device).to(torch.bfloat16)
+
+small = run_length.build_tokenizer()
+backend = json.loads(small.backend_tokenizer.to_str())
+words = backend["model"]["vocab"]
+for index in range(len(words), shape["vocab_size"]):
+    words[f"<w{index}>"] = index
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
+    padding_side="left",
+    **{name: getattr(small, name) for name in ("pad_token", "eos_token", "bos_token", "unk_token")},
+)
+ends = list(range(shape["vocab_size"] - num_eos, shape["vocab_size"]))
+for config in (model.config, model.generation_config):
+    config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
+model.config.eos_token_id = tokenizer.eos_token_id
+model.generation_config.eos_token_id = ends
+model.save_pretrained(folder)
+tokenizer.save_pretrained(folder)
+size = sum(parameter.numel() for parameter in model.parameters())
+sys.stdout.write(f"{size:,} parameters, {num_eos} of {len(tokenizer):,} words end a completion\n")
