@@ -174,3 +174,39 @@ def test_a_trainers_narrow_layers_learn_alike_and_leave_no_trace_in_the_twin():
         tiny.assert_on_policy(engine, model)
         assert engine.worker.twin.num_builds == builds
         assert engine.worker.twin.num_fused == 6
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_products_of_few_rows_are_ours_in_each_version_and_others_are_not(
+    fused, adapters, monkeypatch
+):
+    few_rows_triton = pytest.importorskip("rollout.kernels.few_rows_triton")
+    rows, model = [], tiny.build("qwen2")
+    if adapters:
+        config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config)
+
+    def product(states, weight, bias):
+        rows.append(states.numel() // states.shape[-1])
+        return torch.nn.functional.linear(states, weight, bias)
+
+    for module in ("few_rows", "fused"):
+        monkeypatch.setattr(f"rollout.{module}.serves", lambda weight: True)
+    monkeypatch.setattr(few_rows_triton, "few_rows_product", product)
+    with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
+        tiny.assert_on_policy(engine, model)
+        assert rows
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)  # as an optimizer's step
+        tiny.assert_on_policy(engine, model)
+        rows.clear()
+        engine.generate([list(range(9, 60))], SamplingParams(max_new_tokens=1))
+        assert max(rows) <= few_rows_triton.MOST_ROWS
+        left = [
+            name
+            for name, module in engine.worker.twin.base.model.named_modules()
+            if type(module) is torch.nn.Linear
+        ]
+        assert left == []
