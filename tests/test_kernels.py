@@ -279,11 +279,8 @@ def test_prefill_in_pieces_equals_the_reference(shape, dtype, options):
             assert_close(found[mine], wanted, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64, 16), (33, 96, 200), (70, 20, 129)], ids=str)
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_unsplit_product_is_the_linear_layers(shape, bias, dtype):
-    rows, outputs, inner = shape
+def product_of(rows, outputs, inner, bias, dtype):
+    """States `(1, rows, inner)`, weight, a bias or none, and their linear layer in float32."""
     generator = torch.Generator().manual_seed(0)
     states, weight, added = (
         torch.randn(*size, generator=generator).to(DEVICE, dtype)
@@ -291,7 +288,16 @@ def test_unsplit_product_is_the_linear_layers(shape, bias, dtype):
     )
     added = added if bias else None
     wanted = linear(states.float(), weight.float(), None if added is None else added.float())
-    found = product_triton.product(states[None], weight, added)
+    return states[None], weight, added, wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64, 16), (33, 96, 200), (70, 20, 129)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_unsplit_product_is_the_linear_layers(shape, bias, dtype):
+    rows, outputs, inner = shape
+    *inputs, wanted = product_of(rows, outputs, inner, bias, dtype)
+    found = product_triton.product(*inputs)
     assert found.shape == (1, rows, outputs)
     assert_close(found[0], wanted, dtype)
 
@@ -307,15 +313,9 @@ def test_unsplit_product_is_the_linear_layers(shape, bias, dtype):
 )
 def test_product_of_few_rows_is_the_linear_layers(rows, outputs, inner, parts, bias, dtype):
     assert few_rows_triton._parts(outputs // 64, inner, 132) == parts
-    generator = torch.Generator().manual_seed(0)
-    states, weight, added = (
-        torch.randn(*size, generator=generator).to(DEVICE, dtype)
-        for size in ((rows, inner), (outputs, inner), (outputs,))
-    )
-    added = added if bias else None
-    wanted = linear(states.float(), weight.float(), None if added is None else added.float())
+    *inputs, wanted = product_of(rows, outputs, inner, bias, dtype)
     for _ in range(3):  # what counts the parts is zero again after each
-        found = few_rows_triton.few_rows_product(states[None], weight, added)
+        found = few_rows_triton.few_rows_product(*inputs)
         assert found.shape == (1, rows, outputs)
         assert_close(found[0], wanted, dtype)
 
