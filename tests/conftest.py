@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 
 # Read by the libraries when they are imported, so before anything else is.
@@ -65,6 +66,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if required >= needed:
         pytest.fail(f"{message}, and ROLLOUT_REQUIRE_GPU={required}", pytrace=False)
     pytest.skip(message)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_new_accelerate():
+    """Each file starts with accelerate as imported, whichever file the worker ran before.
+
+    accelerate keeps the last trainer's precision and device for the process, and any
+    `Accelerator` that names none has those.
+    """
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
