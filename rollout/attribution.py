@@ -81,9 +81,13 @@ class Attribution:
         cast of weights and what the trainer had queued; the way of the last tokens to the host.
 
     Rows that lost their lane are the first to be admitted again, which is how they are told here.
+
+    Attributes:
+        busy_s: Seconds in which the device was inside a batch.
     """
 
     def __init__(self) -> None:
+        self.busy_s = 0.0
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._launches = deque[_Launch]()
         self._widest = 0  # rows that have run together
@@ -133,6 +137,7 @@ class Attribution:
     def ran(self, times: BatchTimes) -> None:
         """Add the times of the oldest batch that was launched and has not been settled."""
         launch, seconds = self._launches.popleft(), self._seconds
+        self.busy_s += times.prefill_s + times.decode_s
         if launch.gap is None:
             seconds["h2d_wait"] += times.upload_s
         else:

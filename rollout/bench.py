@@ -57,6 +57,7 @@ class Measurement:
         warmup_s: Seconds from nothing to the end of a first run of 2 tokens, less `prefill_s`.
         num_graphs: CUDA graphs captured.
         attention: What attends.
+        spent: Largest shares of the whole run's time; see `attribution`.
     """
 
     total_s: float
@@ -73,6 +74,7 @@ class Measurement:
     warmup_s: float
     num_graphs: float
     attention: str
+    spent: str
 
 
 _ROWS = {
@@ -90,6 +92,7 @@ _ROWS = {
     "warmup_s": ("warm-up, s", "{:.1f}"),
     "num_graphs": ("CUDA graphs", "{:.0f}"),
     "attention": ("attention", "{}"),
+    "spent": ("where the time went", "{}"),
 }
 
 
@@ -111,7 +114,8 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
             # A manager made anew for each call runs more than its steps.
             kept = mode != "trl-cb"
             share = _kernel_share(work, generate, numbers["step_ms"] / 1e3) if kept else _NAN
-            return Measurement(**numbers, **_NO_ENGINE, kernel_share=share, attention=attention)
+            rest = {"kernel_share": share, **_NO_ENGINE}
+            return Measurement(**numbers, **rest, attention=attention, spent="-")
     with engine_run(work, ENGINE_MODES[mode]) as run:
         engine = run.engine
         numbers = _time(work, run.generate, began, lambda: engine.stats.decode_steps)
@@ -129,6 +133,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
             h2d_bytes=_slope(traced, whole),
             num_graphs=engine.worker.graphs.num_captured,
             attention="Triton, paged" if torch.cuda.is_available() else "plain torch, paged",
+            spent=whole.largest_shares,
         )
 
 

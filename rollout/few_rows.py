@@ -47,9 +47,8 @@ def serves(weight: Tensor) -> bool:
         return False
     if torch.cuda.get_device_capability(weight.device) < (9, 0):
         return False
-    from rollout.kernels.few_rows_triton import arrivals, divides
+    from rollout.kernels.few_rows_triton import divides
 
-    arrivals(weight.device)
     return weight.dim() == 2 and weight.is_contiguous() and divides(*weight.shape)
 
 

@@ -138,6 +138,12 @@ class RolloutStats:
         return self.attribution.shares(self.whole_s, self.wake_s + self.sleep_s)
 
     @property
+    def largest_shares(self) -> str:
+        """The largest of them, in words."""
+        shares = sorted(self.time_shares.items(), key=lambda item: -item[1])
+        return ", ".join(f"{part} {share:.0%}" for part, share in shares[:4] if share >= 0.005)
+
+    @property
     def tokens_per_s(self) -> float:
         """Generated tokens a second."""
         return self.generated_tokens / self.duration_s if self.duration_s else 0.0

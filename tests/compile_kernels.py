@@ -1,7 +1,9 @@
 """Compiles the Triton kernels for Hopper on a machine that has no GPU.
 
 A process of its own: Triton's interpreter, which tests use there, is chosen when it is imported.
-Prints a line a kernel: its name, and the bytes of shared memory that a program of it takes.
+Prints a line a launch: the kernel's name, the bytes of shared memory that a program of it takes,
+and the hash of what was compiled. With the argument `decode` it launches what decode steps of
+different sizes do, otherwise every kernel.
 """
 
 import os
@@ -42,7 +44,7 @@ def compile_alone():
     def compiled(kernel, *args, warmup, **options):
         found = run(kernel, *args, warmup=True, **options)
         assert found.asm["cubin"]
-        sys.stdout.write(f"{kernel.__name__} {found.metadata.shared}\n")
+        sys.stdout.write(f"{kernel.__name__} {found.metadata.shared} {found.hash}\n")
 
     JITFunction.run = compiled
 
@@ -102,8 +104,29 @@ def close():
         few_rows_triton.few_rows_product(states, weight, weight.new_zeros(outputs))
 
 
+def decode(rows):
+    """What a decode step of so many rows launches, at three bounds of the context."""
+    from rollout.kernels import few_rows_triton, norm_triton, paged_attention_triton, sample_triton
+
+    dtype, ids = torch.bfloat16, torch.zeros(rows, dtype=torch.int64)
+    weight = torch.zeros(128, 256, dtype=dtype)
+    states = weight.new_zeros(rows, 256)
+    few_rows_triton.few_rows_product(states, weight)
+    norm_triton.rms_norm(states[None], states[0], 1e-6, states[None])
+    norm_triton.rms_norm(states.view(1, rows, 2, 128), states[0, :128], 1e-6)
+    cache = tuple(torch.zeros(3, 64, 2, 64, dtype=dtype) for _ in range(2))
+    query, table = states.view(rows, 4, 64), torch.zeros(4, 9, dtype=torch.int64)
+    for most in (2048, 8192, 32768):
+        paged_attention_triton.decode(query, cache, table, ids, ids, max_context=most, scale=0.1)
+    sample_triton.sample(torch.zeros(rows, 151_936, dtype=dtype), torch.ones(rows), ids, ids, 1)
+
+
 if __name__ == "__main__":
     compile_alone()
+    if sys.argv[1:] == ["decode"]:
+        for rows in (32, 24, 4, 2, 1):
+            decode(rows)
+        sys.exit()
     attend(torch.bfloat16, 32, 8, 128, 256)
     attend(torch.float16, 12, 4, 96, 64, window=128, sinks_H=torch.zeros(12))
     attend(torch.bfloat16, 8, 1, 256, 16, softcap=30.0)

@@ -47,6 +47,14 @@ def split(*steps, whole_s=100.0, sleep_s=0.0):
     return {part: pytest.approx(share * whole_s) for part, share in shares.items() if share}
 
 
+def test_the_device_is_busy_inside_batches_alone():
+    attribution = Attribution()
+    for times in (BatchTimes(5, 2, 3, 10), BatchTimes(1, 0, 0, 4)):
+        attribution.launched(batch(2), 2, 0)
+        attribution.ran(times)
+    assert attribution.busy_s == 3 + 10 + 4
+
+
 def test_the_rest_is_the_hosts_and_nothing_is_nothing():
     assert Attribution().shares(0.0, 0.0) == {}
     assert split() == {"host_bound": 100}

@@ -78,7 +78,7 @@ def engine_on(device):
     return SimpleNamespace(worker=worker)
 
 
-STATS = SimpleNamespace(engine_steps=4, duration_s=2.0)
+STATS = SimpleNamespace(engine_steps=4, duration_s=2.0, attribution=SimpleNamespace(busy_s=1.5))
 PROMPTS, LENGTHS = [[1, 2, 3], [1, 2, 3], [9]], [2, 3, 1]
 
 
@@ -88,12 +88,13 @@ def test_a_gpus_shares_are_what_was_needed_over_what_it_could(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     found = Utilisation(engine_on("cuda")).metrics(STATS, PROMPTS, LENGTHS)
     read = (3 + 4) + (3 + 4 + 5) + 1
+    assert found["rollout/gpu_busy"] == pytest.approx(1.5 / 2)
     assert found["rollout/mbu"] == pytest.approx((4 * 1000 + read * 10) / 1e4 / 2)
     # The shared prompt's first two tokens once, which attend to 1 + 2.
     assert found["rollout/mfu"] == pytest.approx(((6 + 2) * 7 + (read + 3) * 3) / 500 / 2)
     monkeypatch.setattr(utilisation, "peak_operations", lambda name: None)
     found = Utilisation(engine_on("cuda")).metrics(STATS, PROMPTS, LENGTHS)
-    assert list(found) == ["rollout/mbu"]
+    assert list(found) == ["rollout/gpu_busy", "rollout/mbu"]
 
 
 def test_a_cpu_has_none():

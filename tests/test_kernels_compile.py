@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,18 @@ TESTS = Path(__file__).parent
 MOST_SHARED = 227 * 1024  # bytes that a program can have on Hopper
 
 
-def test_every_kernel_compiles_and_fits():
-    command = [sys.executable, str(TESTS / "compile_kernels.py")]
+def compiled(*arguments):
+    command = [sys.executable, str(TESTS / "compile_kernels.py"), *arguments]
     result = subprocess.run(
         command, capture_output=True, text=True, env={"PYTHONPATH": str(TESTS.parent)}
     )
     assert result.returncode == 0, result.stderr
-    found = [line.split() for line in result.stdout.splitlines()]
-    assert max(int(shared) for _, shared in found) <= MOST_SHARED
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_and_fits():
+    found = compiled()
+    assert max(int(shared) for _, shared, _ in found) <= MOST_SHARED
     sources = (TESTS.parent / "rollout" / "kernels").glob("*_triton.py")
     kernels = {
         line.split("(")[0].removeprefix("def ")
@@ -27,4 +32,17 @@ def test_every_kernel_compiles_and_fits():
         for line in source.read_text().splitlines()
         if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
     }
-    assert {name for name, _ in found} == kernels
+    assert {name for name, _, _ in found} == kernels
+
+
+def test_the_number_of_rows_costs_no_compilation():
+    """A user waits for each, before the first token."""
+    kinds = {(name, kind) for name, _, kind in compiled("decode")}
+    assert Counter(name for name, _ in kinds) == {
+        "_few_rows_kernel": 2,  # up to 16 rows, and up to 32
+        "_norm_kernel": 2,  # of hidden states, and of heads
+        "_decode_kernel": 2,  # with and without splits
+        "_add_splits_kernel": 1,
+        "_chunk_kernel": 1,
+        "_row_kernel": 1,
+    }

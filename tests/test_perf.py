@@ -5,7 +5,8 @@
 
 import gc
 import statistics
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import RolloutConfig, RolloutEngine, SamplingParams, bench
+from rollout.device_stats import NoMeter
 from rollout.doctor import copy_bandwidth
+from rollout.engine_run import engine_run
+from rollout.stamps import Stamps
+from rollout.trace import tracing
 from rollout.trainer_attention import EXACT_ATTENTION, exact_attention
 from rollout.workload import SHAPES, Workload, build_model
 
@@ -180,6 +185,53 @@ def test_a_prompt_is_prefilled_at_the_speed_of_products(model):
     ideal = product * (2 * tokens * parameters + attention)
     print(f"prefill {found / 1e3:.2f} s; at the product's rate {ideal / 1e3:.2f} s")
     assert found <= 1.25 * ideal
+
+
+@pytest.mark.parametrize("num_slots", [2, 1])
+def test_stamps_and_a_profiler_agree_on_how_busy_the_device_is(model, num_slots):
+    """Within 2 points; one slot leaves the device waiting for the host, which both are to see."""
+    work = Workload(model, 32, 512, 600, copy_bandwidth("cuda", "cuda"), fuse_projections=True)
+    with engine_run(work, num_slots) as run:
+        run.generate([2] * work.rows)  # captures
+        with tracing(run.engine) as timeline:
+            run.generate(work.row_tokens)
+        stats, decoding = run.engine.stats, timeline.decoding()
+        step_s = decoding.span_s("compute") / len(decoding.on("compute"))
+        in_kernel = bench._kernel_share(work, run.generate, step_s)
+    in_batch, whole = decoding.busy_share("compute"), stats.attribution.busy_s / stats.duration_s
+    print(
+        f"{num_slots} slots: inside a batch {in_batch:.1%} of decoding by the timeline and "
+        f"{whole:.1%} of the rollout by stamps, inside a kernel {in_kernel:.1%} by the profiler"
+    )
+    assert in_batch == pytest.approx(in_kernel, abs=0.02)
+    assert whole == pytest.approx(in_kernel, abs=0.02)
+
+
+@contextmanager
+def without_metrics(engine):
+    """Nothing is counted or stamped, and the driver is not asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_count", "_time"):
+            patch.setattr(engine, name, lambda *_: None)
+        patch.setattr(engine, "_meter", NoMeter())
+        for slot in engine.slots.slots:
+            patch.setattr(slot, "stamps", Stamps(torch.device("cpu")))
+        yield
+
+
+def test_metrics_cost_half_a_percent_at_most(model):
+    prompts, sampling = [[row, *range(64)] for row in range(32)], SamplingParams(max_new_tokens=300)
+    seconds = {True: [], False: []}
+    with opened(model, CONFIG) as engine:
+        engine.generate(prompts, sampling)  # captures
+        for measured in (True, False) * 6:
+            with nullcontext() if measured else without_metrics(engine):
+                began = time.perf_counter()
+                engine.generate(prompts, sampling)
+                seconds[measured].append(time.perf_counter() - began)
+    with_all, without = (statistics.median(seconds[measured]) for measured in (True, False))
+    print(f"32 rows of 64 + 300 tokens: {with_all:.4f} s with metrics, {without:.4f} s without")
+    assert with_all <= 1.005 * without
 
 
 def test_training_on_padded_rows_is_as_fast_as_with_transformers_own_attention():

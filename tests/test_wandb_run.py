@@ -13,7 +13,7 @@ import wandb_file
 from rollout.attribution import PARTS
 from trainers.dashboard import SECTIONS
 
-GPU_ALONE = {"mbu", "mfu", "gpu_sm_active", "gpu_tensor_active", "gpu_dram_active"}
+GPU_ALONE = {"gpu_busy", "mbu", "mfu", "gpu_sm_active", "gpu_tensor_active", "gpu_dram_active"}
 GPU_ALONE |= {"gpu_nvml_utilization"}
 LONG_ALONE = {"logp_gap/1-4K", "logp_gap/4-16K", "logp_gap/16K+"}  # completions are short here
 CAST_ALONE = {"cast_weights_gib", "cast_weights_ms"}  # weights have the dtype of the forward here

@@ -19,7 +19,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "rollout/generated_tok_s",
         ),
         "share of a step": ("rollout/step_share",),
-        "used of the GPU": ("rollout/mbu", "rollout/mfu"),
+        "used of the GPU": ("rollout/gpu_busy", "rollout/mbu", "rollout/mfu"),
         "seconds": ("rollout/duration_s",),
         "rows live": ("rollout/rows_live", "rollout/overrun_rows"),
         "driver's counters": (

@@ -73,13 +73,11 @@ def time_metrics(stats: RolloutStats) -> dict[str, float]:
 def summary(stats: RolloutStats) -> str:
     """One line on a rollout."""
     lengths = stats.lengths or [0]
-    shares = sorted(stats.time_shares.items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{part} {share:.0%}" for part, share in shares[:4] if share >= 0.005)
     return (
         f"rollout of {len(stats.lengths)} rows under policy version {stats.policy_version}: "
         f"{stats.generated_tokens:,} tokens in {stats.duration_s:.2f} s "
         f"({stats.tokens_per_s:,.0f} tok/s), {sum(lengths) / len(lengths):,.0f} a row, "
-        f"{max(lengths):,} at most, {stats.num_stopped} ended by EOS; time: {largest}"
+        f"{max(lengths):,} at most, {stats.num_stopped} ended by EOS; time: {stats.largest_shares}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What share of a GPU's bandwidth and of its operations a rollout has used."""
+"""What share of a GPU's time, of its bandwidth and of its operations a rollout has used."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,9 @@ from rollout.telemetry import RolloutStats
 
 
 class Utilisation:
-    """Bytes and operations that a rollout needed at least, over what the GPU could have done.
+    """What a rollout kept the GPU busy with, over what the GPU could have done.
 
+    gpu_busy: Seconds in which it was inside a batch, by events on its stream, over the rollout's.
     mbu: `engine_steps * weight_bytes + contexts * kv_token_bytes` over the rollout's seconds and
         the bandwidth of a copy on this GPU, read and write counted, which is measured once, when
         this is made: before the engine has taken its memory. `contexts` are the tokens that each
@@ -22,7 +23,7 @@ class Utilisation:
         none for a GPU that `cost.peak_operations` does not know.
 
     What was computed twice or for nothing does not count, nor do experts that a token is not sent
-    to. On a CPU there are neither.
+    to. On a CPU there are none of them.
 
     Args:
         engine: The engine, which has not run yet.
@@ -49,6 +50,7 @@ class Utilisation:
         read = contexts([len(prompt) for prompt in prompts], lengths)
         found = {}
         if self._bandwidth and stats.duration_s:
+            found["rollout/gpu_busy"] = stats.attribution.busy_s / stats.duration_s
             moved = self._cost.decode_bytes(stats.engine_steps, read)
             found["rollout/mbu"] = moved / self._bandwidth / stats.duration_s
         if self._peak and stats.duration_s:

@@ -24,7 +24,8 @@ _DEEP, _SHALLOW = 6, 3
 _LEAST_STEPS = 4
 
 
-@triton.jit
+# One compilation for any number of rows: whether 16 divides it is of no use here.
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     STATES, WEIGHT, BIAS, OUT, PARTS, ARRIVALS, rows, outputs, inner, part_inner,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
@@ -79,7 +80,7 @@ def few_rows_product(states: Tensor, weight: Tensor, bias: Tensor | None = None)
     if num_parts > 1:
         parts = torch.empty((num_parts, rows, outputs), dtype=torch.float32, device=out.device)
     _few_rows_kernel[(tiles, num_parts)](
-        flat, weight, bias, out, parts, arrivals(out.device), rows, outputs, inner,
+        flat, weight, bias, out, parts, _arrivals(out.device), rows, outputs, inner,
         inner // num_parts, OUTPUTS=_OUTPUTS, ROWS=16 if rows <= 16 else MOST_ROWS, INNER=_INNER,
         STAGES=_SHALLOW if tiles * num_parts > units else _DEEP, PARTS_NUM=num_parts,
         HAS_BIAS=bias is not None, num_warps=4, **early(),
@@ -93,11 +94,13 @@ def divides(outputs: int, inner: int) -> bool:
 
 
 @cache
-def arrivals(device: torch.device) -> Tensor:
+def _arrivals(device: torch.device) -> Tensor:
     """Counts how many programs of a tile are done, zeros between two products.
 
-    To be made before anything is captured: a graph would set it to zero in each step.
+    Made by the first product, which compiles its kernel and so is never captured: a graph would
+    set the counts to zero in each step, in memory of its pool.
     """
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
     # ALIAS: all products of a device count here; they run one after another on one stream
     return torch.zeros(_multiprocessors(device), dtype=torch.int32, device=device)
 

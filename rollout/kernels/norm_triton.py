@@ -41,7 +41,7 @@ def _load(STATES, ADDED, at, there, HAS_ADDED: tl.constexpr):
     return states
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner"])
 def _norm_kernel(
     STATES, ADDED, WEIGHT, SUM, OUT, outer_stride, inner_stride, inner, eps, share, size,
     CHUNKS: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_ADDED: tl.constexpr, EARLY: tl.constexpr,

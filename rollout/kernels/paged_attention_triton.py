@@ -18,7 +18,8 @@ _PREFILL = {"num_warps": 4, "num_stages": 2}
 _MIN_DOT_ROWS = 16  # the least that a side of a matrix unit's product can have
 
 
-@triton.jit
+# One compilation for all contexts: whether 16 divides the splits is of no use here.
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
     Q, K, V, TABLE, LANES, POSITIONS, SINKS, OUT, LSE,
     table_stride, page_stride, token_stride, head_stride, window, scale, softcap, num_splits,
@@ -62,7 +63,7 @@ def _decode_kernel(
         tl.store(OUT + at[:, None] * DIM + dims[None, :], output, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _add_splits_kernel(
     PARTS, LSE, POSITIONS, SINKS, OUT, window, num_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
@@ -87,7 +88,7 @@ def _add_splits_kernel(
     tl.store(OUT + at * DIM + dims, mean.to(OUT.dtype.element_ty), mask=dims < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _runs_kernel(
     Q, K, V, TABLE, RUNS, SINKS, OUT, LSE,
     table_stride, page_stride, token_stride, head_stride, window, scale, softcap, num_tokens,

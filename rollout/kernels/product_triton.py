@@ -15,7 +15,7 @@ _MANY = {"OUTPUTS": 128, "ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages":
 _MANY_ROWS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     STATES, WEIGHT, BIAS, OUT, rows, outputs, inner, state_stride, weight_stride,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,

@@ -155,10 +155,12 @@ def sample(
     num_rows, vocab = logits_RV.shape
     num_chunks = triton.cdiv(vocab, _CHUNK)
     device = logits_RV.device
-    scores, chosen, peaks, totals, masses = torch.empty(
-        (5, num_rows, num_chunks), dtype=torch.float32, device=device
-    ).unbind()
-    choices = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    shape = (num_rows, num_chunks)
+    # A tensor each: parts of one begin anywhere, and Triton compiles for where they begin.
+    scores, chosen, peaks, totals, masses = (
+        torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5)
+    )
+    choices = torch.empty(shape, dtype=torch.int32, device=device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     output = torch.empty((num_rows, num_scores), dtype=torch.float32, device=device)
     # Fused multiply-adds would round unlike the definition.
