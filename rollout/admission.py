@@ -52,27 +52,31 @@ class Admitter:
     ) -> None:
         self._lanes, self._line, self._host_pages = lanes, line, host_pages
         self._page_tokens = page_tokens
-        self._refused: tuple[Row | None, int] = (None, 0)  # and the room that it needs
+        self._refused: Row | None = None
+        self._refused_with = (0, 0)  # free lanes and pages
 
     def admit(self, policy_version: int, plan: Plan) -> None:
         """Let in as many rows as fit."""
-        if not (self._lanes.free and len(self._line)):
+        if not (self._lanes.free and len(self._line)) or self._is_refused_still():
             return
         room = self._lanes.pages.num_free - self._lanes.growth()
         while self._lanes.free and len(self._line):
             row = self._line.first()
             if row.in_flight:  # the token it goes on from is not known yet
                 break
-            refused, wanted = self._refused
-            if row is refused and wanted > room:  # looking at its beginning anew takes long
-                break
             claim = self._claim(row, policy_version)
             if claim.room > room:
-                self._refused = row, claim.room
+                self._refused = row
+                self._refused_with = len(self._lanes.free), self._lanes.pages.num_pages
                 break
             room -= claim.room
             self._line.pop()
             self._let_in(claim, policy_version, plan)
+
+    def _is_refused_still(self) -> bool:
+        """Whether no row has left since the first in line did not fit, which alone makes room."""
+        now = len(self._lanes.free), self._lanes.pages.num_pages
+        return self._line.first() is self._refused and now == self._refused_with
 
     def _claim(self, row: Row, policy_version: int) -> _Claim:
         prompt = like = None

@@ -51,20 +51,27 @@ class LaneTable:
         self.age = np.zeros(num_lanes, np.int64)
         self.draw = np.zeros(num_lanes, np.int64)
         self.block_table = np.zeros((num_lanes, max_row_pages), np.int64)
-        self._eos = np.full((num_lanes, 1), NO_TOKEN, np.int64)
+        self._eos = np.full((1, num_lanes), NO_TOKEN, np.int64)
         self._stops: dict[StopStrings, NDArray[np.bool_]] = {}  # which lanes have them
         self._log = TokenLog(num_lanes, config.num_scores)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def running(self) -> tuple[Ints, Ints]:
-        """Lanes that can decode next, and those that could if they had one page more."""
+    def running(self) -> Ints:
+        """Lanes that can decode next."""
+        has_page = self.position < self.num_pages * self._page_tokens
+        return (self._unfinished() & has_page).nonzero()[0]
+
+    def growing(self) -> Ints:
+        """Lanes that could if they had one page more."""
+        has_none = self.position >= self.num_pages * self._page_tokens
+        return (self._unfinished() & has_none).nonzero()[0]
+
+    def _unfinished(self) -> NDArray[np.bool_]:
         # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS and
         # stop strings overrun
-        running = self.ready & (self.num_launched < self.max_new)
-        has_page = self.position < self.num_pages * self._page_tokens
-        return (running & has_page).nonzero()[0], (running & ~has_page).nonzero()[0]
+        return self.ready & (self.num_launched < self.max_new)
 
     def growth(self) -> int:
         """Pages that the rows in lanes are expected to need besides those that they hold."""
@@ -84,9 +91,9 @@ class LaneTable:
         self.num_launched[lane] = self.num_settled[lane] = len(row.tokens)
         self.max_new[lane], self.draw[lane] = sampling.max_new_tokens, sampling.draw
         self.expected_new[lane] = row.expected_new
-        self._eos = extend(self._eos.T, len(sampling.eos_token_ids), NO_TOKEN).T
-        self._eos[lane] = NO_TOKEN
-        self._eos[lane, : len(sampling.eos_token_ids)] = sampling.eos_token_ids
+        self._eos = extend(self._eos, len(sampling.eos_token_ids), NO_TOKEN)
+        self._eos[:, lane] = NO_TOKEN
+        self._eos[: len(sampling.eos_token_ids), lane] = sampling.eos_token_ids
         if sampling.stop_strings is not None:
             none = np.zeros(len(self.row), bool)
             self._stops.setdefault(sampling.stop_strings, none)[lane] = True
@@ -140,8 +147,9 @@ class LaneTable:
         settled = self.num_settled[lanes]
         self._log.record(lanes, settled, tokens, scores, policy_version)
         self.num_settled[lanes] = settled + 1
-        stop = (self._eos[lanes] == tokens[:, None]).any(axis=1)
-        stop[self._ended_by_text(lanes, tokens)] = True
+        stop = (self._eos[:, lanes] == tokens).any(axis=0)
+        if self._stops:
+            stop[self._ended_by_text(lanes, tokens)] = True
         return lanes[stop], lanes[~stop & (settled + 1 == self.max_new[lanes])]
 
     def _forget_stops(self, lane: int, row: Row) -> None:

@@ -10,7 +10,7 @@ from rollout.row import Row
 from rollout.sampling_params import Draw
 from rollout.words import lines_of
 
-_NO_PAGES = np.empty((0, 3), np.int64)
+_NO_PAGES, _NO_PAIRS = np.empty((0, 3), np.int64), np.empty((0, 2), np.int64)
 
 
 @dataclass(eq=False)
@@ -63,4 +63,4 @@ class Plan:
 
 
 def _pairs(pages: list[tuple[int, int]]) -> Ints:
-    return np.array(pages, np.int64).reshape(-1, 2)
+    return np.array(pages, np.int64) if pages else _NO_PAIRS

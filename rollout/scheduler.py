@@ -123,7 +123,7 @@ class Scheduler:
         if not plan.num_preempted:
             self._admission.admit(policy_version, plan)
         self._prefill(plan)
-        running, _ = lanes.running()
+        running = lanes.running()
         if lanes.prompts.is_prefilling:
             running = running[:0]  # a step reads every weight, however few rows are ready yet
         if not (plan.segments or plan.restores or len(running)):
@@ -194,7 +194,7 @@ class Scheduler:
 
     def _grow(self, plan: Plan) -> None:
         """Give a page to each lane whose next token starts one, the oldest rows first."""
-        _, growing = self._lanes.running()
+        growing = self._lanes.growing()
         if len(growing) > self.pages.num_free:
             growing = self._preemption.make_room(growing, self._version, plan)
         if len(growing):

@@ -340,7 +340,7 @@ class Rollout:
         assert len(set(lanes)) == len(lanes)
         assert batch.rows.tolist() == [self.row_in[lane] for lane in lanes]
         self.num_launched.update(batch.rows.tolist())
-        _, growing = self.scheduler._lanes.running()
+        growing = self.scheduler._lanes.growing()
         if not batch.segments and set(growing.tolist()) - set(lanes):
             self.seen.add("a row waits for a page in its lane")
         self.stats.launched(len(lanes), self.scheduler.pages.num_used, 0)
