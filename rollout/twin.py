@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
-from rollout.compiled import compile_layers, decoder_layers
+from rollout.compiled import compile_layers, decoder_layers, run_uncompiled
 from rollout.few_rows import use_few_rows
 from rollout.fused import fuse
 from rollout.head import use_float32_head
@@ -202,8 +202,12 @@ class Twin:
         text = "decoder layers cannot be compiled and run as they are, more slowly: %s"
         logger.warning(text, str(reason).strip().partition("\n")[0])
         self.compiled = False
-        self._rebuild()
-        self.refresh()
+        if self._exact:  # whose layers had more changed
+            self._rebuild()
+            self.refresh()
+        else:
+            # Not by gathering weights anew: other ranks may have compiled their layers.
+            run_uncompiled(self._base)
 
     def logits(
         self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged: PagedAttention

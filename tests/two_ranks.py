@@ -98,6 +98,11 @@ try:  # while they are
 except Exception as error:
     found["amid"] = f"{type(error).__name__}: {error}"
 rollout.shadow.whole = whole
+worker, forward = generator.engine.worker, generator.engine.worker.graphs.forward
+worker.twin.compiled, worker._compiled_builds = True, 0
+if rank == 1:  # whose compiler fails
+    forward.warm_up = None
+found["uncompiled"] = len(generator.generate([[9]], None, 1)[1])
 if rank == 0:
     generator.engine.worker.graphs.run = None
 try:
@@ -195,6 +200,7 @@ def check_training(found, kind, wrapper, most):
     assert first["first"] == first["early"] == second["error"] == other
     assert second["first"].startswith("UnsupportedTrainer")
     assert second["early"].startswith("TypeError")
+    assert first["uncompiled"] == second["uncompiled"] == 1
     if first["shadow"]:
         assert (first["amid"], second["amid"]) == (other, "RuntimeError: no room for it")
     assert first["error"].startswith("TypeError")
