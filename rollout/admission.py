@@ -53,7 +53,7 @@ class Admitter:
         self._lanes, self._line, self._host_pages = lanes, line, host_pages
         self._page_tokens = page_tokens
         self._refused: Row | None = None
-        self._refused_with = (0, 0)  # free lanes and pages
+        self._refused_with: tuple[int, ...] = ()
 
     def admit(self, policy_version: int, plan: Plan) -> None:
         """Let in as many rows as fit."""
@@ -66,17 +66,25 @@ class Admitter:
                 break
             claim = self._claim(row, policy_version)
             if claim.room > room:
-                self._refused = row
-                self._refused_with = len(self._lanes.free), self._lanes.pages.num_pages
+                self._refused, self._refused_with = row, self._chances()
                 break
             room -= claim.room
             self._line.pop()
             self._let_in(claim, policy_version, plan)
 
     def _is_refused_still(self) -> bool:
-        """Whether no row has left since the first in line did not fit, which alone makes room."""
-        now = len(self._lanes.free), self._lanes.pages.num_pages
-        return self._line.first() is self._refused and now == self._refused_with
+        """Whether the first in line did not fit, and nothing has changed for the better since."""
+        return self._line.first() is self._refused and self._chances() == self._refused_with
+
+    def _chances(self) -> tuple[int, ...]:
+        """Counts, one of which rises whenever a row may fit that did not.
+
+        Rows in lanes only come to need more, so it takes one that leaves, pages that are added,
+        or the beginning of a row that has become known. Free lanes are no such count: rows that
+        have overtaken the first in line may have taken those of rows that left.
+        """
+        pages = self._lanes.pages
+        return self._lanes.num_left, pages.num_pages, pages.prefixes.num_entered
 
     def _claim(self, row: Row, policy_version: int) -> _Claim:
         prompt = like = None

@@ -37,6 +37,16 @@ def compile_layers(base: nn.Module, *, exact: bool = False) -> int:
     return len(layers)
 
 
+def run_uncompiled(base: nn.Module) -> None:
+    """Let decoder layers that were to be compiled, and not in exact mode, run as they are.
+
+    Args:
+        base: The twin's tree.
+    """
+    for layer in decoder_layers(base):
+        vars(layer).pop("forward", None)
+
+
 def decoder_layers(base: nn.Module) -> Iterator[nn.Module]:
     """The blocks that a decoder repeats: what transformers never splits over devices."""
     names = set(getattr(base, "_no_split_modules", None) or ())

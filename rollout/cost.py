@@ -70,8 +70,9 @@ class Cost:
         """That of a transformers model, with the weights as it holds them."""
         model: Any = base
         config, embedding = model.config, model.get_input_embeddings().weight
-        tied = embedding.data_ptr() == model.get_output_embeddings().weight.data_ptr()
-        read = [p for p in base.parameters() if tied or p is not embedding]
+        head = model.get_output_embeddings().weight
+        # Where they are tied, the trainer has one parameter for both, and the twin may have two.
+        read = [p for p in base.parameters() if p is head or p is not embedding]
         met = 2 * sum(p.numel() for p in read if p.dim() > 1)
         idle = 2 * sum(expert.numel() for _, expert in experts_of(base)) * _unmet_share(config)
         head_dim = getattr(config, "head_dim", None)

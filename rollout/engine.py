@@ -187,6 +187,7 @@ class RolloutEngine(EngineLife):
         self.scheduler.abort(rows)
         if not self.busy:
             self.streams.hand_back()
+            self._meter.end()
 
     def _count(self, batch: Batch, num_bytes: int) -> None:
         """Tell telemetry of a batch that was launched."""
@@ -228,7 +229,8 @@ class RolloutEngine(EngineLife):
                 self._clock.begin()
                 self._open_version(same_weights)
                 self.stats.policy_version = self.policy_version
-                self._meter.begin()
+                if requests:
+                    self._meter.begin()
             rows = self.scheduler.add(requests)
             self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))
             self._prepare()

@@ -53,7 +53,7 @@ def held_weights(
             if source is None:
                 continue
             dtype, sharded = source.dtype, is_part(source)
-            if sharded and getattr(module, "quant_state", None) is not None:
+            if sharded and _is_4_bit(module):
                 raise UnsupportedModel(
                     f"{name} is a 4-bit layer whose weight lies in parts on several ranks, and "
                     "parts of one were not tried; use DDP, or load the model in bfloat16"
@@ -72,8 +72,14 @@ def _cast_layers(base: nn.Module) -> Iterator[str]:
     dora = tuple(f"{name}." for name, module in base.named_modules() if _uses_dora(module))
     for name, module in base.named_modules():
         is_linear = isinstance(module, nn.Linear) and not isinstance(module, Float32Head)
-        if is_linear and not name.startswith(dora):
+        # Bytes of 4-bit weights may be stored as if they were numbers of any dtype.
+        if is_linear and not _is_4_bit(module) and not name.startswith(dora):
             yield name
+
+
+def _is_4_bit(module: nn.Module) -> bool:
+    """Whether bitsandbytes has packed its weight."""
+    return getattr(module, "quant_state", None) is not None
 
 
 def _uses_dora(module: nn.Module) -> bool:

@@ -31,6 +31,9 @@ class LaneTable:
     Args:
         config: `max_rows` lanes, `page_tokens`.
         max_row_pages: Pages of the longest row: the width of a block table.
+
+    Attributes:
+        num_left: Rows that have left a lane so far.
     """
 
     def __init__(self, config: RolloutConfig, max_row_pages: int) -> None:
@@ -39,6 +42,7 @@ class LaneTable:
         self.prompts = Prompts()
         self.rows: dict[int, Row] = {}
         self.free = list(range(num_lanes - 1, -1, -1))
+        self.num_left = 0
         self.arriving: set[int] = set()  # lanes whose KV is on its way back from the host
         self.row = np.full(num_lanes, NO_ROW, np.int64)
         self.ready = np.zeros(num_lanes, bool)
@@ -106,6 +110,7 @@ class LaneTable:
         A batch in flight may still run it, and write into its pages.
         """
         row = self.rows.pop(lane)
+        self.num_left += 1
         row.num_launched = int(self.num_launched[lane])
         self._log.leave(lane, self.num_settled[lane], row)
         # ORDER: lanes and pages are touched on the compute stream alone, or behind it, so whatever

@@ -88,6 +88,11 @@ class EngineLife:
         """Whether there is no memory that `sleep` could give back."""
         return self._closed or self.worker.asleep
 
+    @property
+    def num_gathered(self) -> int:
+        """How often a sharded parameter was gathered from all ranks."""
+        return 0 if self._closed else self.worker.twin.num_gathered
+
     @no_inference_mode
     def sleep(self) -> None:
         """Give the memory of KV pages and of cast weights back, until `wake` or the next row.

@@ -23,9 +23,13 @@ class PrefixIndex:
 
     A page is entered when every token of it has its KV written or queued to be, so a row that is
     launched later may read it.
+
+    Attributes:
+        num_entered: Pages that have been entered so far.
     """
 
     def __init__(self) -> None:
+        self.num_entered = 0
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
 
@@ -37,6 +41,7 @@ class PrefixIndex:
         for key, page in zip(keys, pages, strict=False):
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key], self._key_of[page] = page, key
+                self.num_entered += 1
 
     def match(self, keys: Iterable[Key]) -> list[int]:
         """Pages of the longest known beginning."""

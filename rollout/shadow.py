@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rollout.fused import lay_together
 from rollout.held import Held
 from rollout.memory import Arena
-from rollout.sharded import shape_of, whole
+from rollout.sharded import is_part, shape_of, whole
 
 _ALIGN = 512  # bytes; where torch would let a tensor begin
 
@@ -18,10 +18,14 @@ class Shadow:
 
     Args:
         arena: Memory for them, which may be given back and taken again.
+
+    Attributes:
+        num_gathered: How often a parameter was gathered from all ranks.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self.num_gathered = 0
         self.clear()
 
     def clear(self) -> None:
@@ -59,6 +63,7 @@ class Shadow:
             module._parameters[key] = weight
             if weight not in filled:
                 with whole(source, dtype) as numbers:
+                    self.num_gathered += is_part(source)
                     weight.copy_(numbers)
                 filled.add(weight)
 

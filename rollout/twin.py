@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.attention import PAGED_ATTENTION, PagedAttention, number_layers
-from rollout.compiled import compile_layers, decoder_layers
+from rollout.compiled import compile_layers, decoder_layers, run_uncompiled
 from rollout.few_rows import use_few_rows
 from rollout.fused import fuse
 from rollout.head import use_float32_head
@@ -123,6 +123,11 @@ class Twin:
         return numbers * self.kv_layout(1).dtype.itemsize
 
     @property
+    def num_gathered(self) -> int:
+        """How often a parameter was gathered from all ranks."""
+        return self._shadow.num_gathered
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes of held weights that were given back: before it can run, `refresh` takes them."""
         return self._shadow.missing_bytes
@@ -165,8 +170,12 @@ class Twin:
             make_narrow(self._base, self._narrow)
 
     @torch.no_grad()
-    def give_parts(self) -> None:
-        """Take part in the `refresh` of other ranks, and keep nothing of it."""
+    def give_parts(self, num_given: int) -> None:
+        """Take part in the `refresh` of other ranks, and keep nothing of it.
+
+        Args:
+            num_given: Parameters that this rank has gathered with the others before it failed.
+        """
         reshard(self._live)
         live = base_of(self._live)
         if fingerprint(live) != self._fingerprint:
@@ -174,7 +183,7 @@ class Twin:
         held = held_weights(live, self._base, self._autocast_dtype, self._param_dtype)
         # Tied ones are gathered once there, too.
         parts = {(id(e.source), e.dtype): e.source for e in held if is_part(e.source)}
-        for (_, dtype), source in parts.items():
+        for (_, dtype), source in list(parts.items())[num_given:]:
             with whole(source, dtype):
                 pass
 
@@ -193,8 +202,12 @@ class Twin:
         text = "decoder layers cannot be compiled and run as they are, more slowly: %s"
         logger.warning(text, str(reason).strip().partition("\n")[0])
         self.compiled = False
-        self._rebuild()
-        self.refresh()
+        if self._exact:  # whose layers had more changed
+            self._rebuild()
+            self.refresh()
+        else:
+            # Not by gathering weights anew: other ranks may have compiled their layers.
+            run_uncompiled(self._base)
 
     def logits(
         self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged: PagedAttention

@@ -211,7 +211,7 @@ class Worker:
             except Exception as error:  # a compiler fails in many ways
                 if is_out_of_memory(error):
                     raise
-                self.twin.stop_compiling(error)  # which casts weights anew
+                self.twin.stop_compiling(error)
         self._compiled_builds = self.twin.num_builds
 
     def _check_unmoved(self) -> None:

@@ -57,6 +57,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(monkeypatch, 
     with caplog.at_level(logging.WARNING), RolloutEngine(model, CONFIG) as engine:
         assert_generates(engine, model)
         assert not engine.worker.twin.compiled
+        assert engine.worker.twin.num_builds == 1
         tiny.assert_on_policy(engine, model)
     messages = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
     assert messages == [

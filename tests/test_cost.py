@@ -22,6 +22,13 @@ def test_each_new_token_reads_its_row_so_far():
     assert contexts([7], [0]) == contexts([], []) == 0
 
 
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["apart", "tied"])
+def test_the_twin_costs_what_its_model_does(changes):
+    """The twin has a parameter for each place of a tied weight."""
+    model = tiny.build(**changes)
+    assert Cost.of(Twin(model).base, 768) == cost_of(model) == cost_of(tiny.build())
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_operations_of_products_are_those_that_torch_counts(family, tied):
@@ -95,6 +102,18 @@ def test_a_gpus_shares_are_what_was_needed_over_what_it_could(monkeypatch):
     monkeypatch.setattr(utilisation, "peak_operations", lambda name: None)
     found = Utilisation(engine_on("cuda")).metrics(STATS, PROMPTS, LENGTHS)
     assert list(found) == ["rollout/gpu_busy", "rollout/mbu"]
+
+
+def test_weights_cost_what_they_do_in_the_rollout(monkeypatch):
+    """Under FSDP and DeepSpeed they are cast after the engine was made."""
+    monkeypatch.setattr(utilisation, "copy_bandwidth", lambda source, target: 1e4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    engine = engine_on("cuda")
+    watch = Utilisation(engine)
+    before = watch.metrics(STATS, PROMPTS, LENGTHS)["rollout/mbu"]
+    half = Cost(weight_bytes=500, kv_token_bytes=5, token_operations=7, context_operations=3)
+    engine.worker.cost = lambda: half
+    assert watch.metrics(STATS, PROMPTS, LENGTHS)["rollout/mbu"] == pytest.approx(before / 2)
 
 
 def test_a_cpu_has_none():

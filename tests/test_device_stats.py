@@ -156,3 +156,18 @@ def test_a_rollout_is_measured_from_its_first_row_to_its_last(monkeypatch):
         engine.submit([9, 10], SamplingParams(max_new_tokens=3))
         engine.step()
     assert calls == ["begin", "end"]  # closed before it was done
+
+
+def test_a_rollout_that_leaves_no_row_is_measured_no_further(monkeypatch):
+    """A thread would go on reading."""
+    meter = UtilisationMeter(FakeNvml(), "GPU-1", period_s=0.001)
+    monkeypatch.setattr(life, "open_meter", lambda uuid: meter)
+    config = RolloutConfig(max_rows=2, page_tokens=4, num_slots=1)
+    with RolloutEngine(tiny.build(), config) as engine:
+        row = engine.submit([9, 10], SamplingParams(max_new_tokens=3))
+        engine.step()
+        assert meter._thread is not None
+        engine.abort([row])
+        assert meter._thread is None
+        assert engine.generate([], SamplingParams(max_new_tokens=3)) == []
+        assert meter._thread is None

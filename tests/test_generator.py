@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from rollout import RequestError, RolloutConfig, RolloutError
+from rollout import EngineClosed, RequestError, RolloutConfig, RolloutError
 from trainers import RolloutGenerator
 
 
@@ -404,6 +404,13 @@ def test_a_failed_rollout_reaches_the_user_and_training_can_go_on(tmp_path):
         trainer.train()
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_an_engine_that_was_closed_says_so(tmp_path):
+    generator = trl_trainer.attach(trl_trainer.build(tmp_path))
+    generator.engine.close()
+    with pytest.raises(EngineClosed, match="the engine was closed"):
+        generator.generate([[9]], None, 1)
 
 
 def test_a_failure_on_another_rank_is_raised_here(tmp_path, monkeypatch):

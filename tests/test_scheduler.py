@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from simulation import (
     workloads,
 )
 
+from rollout.admission import Admitter
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
+from rollout.order import digest
 from rollout.request import Batch, Request
 from rollout.scheduler import Scheduler
 from rollout.stop_strings import StopStrings
@@ -188,6 +191,65 @@ def test_growing_keeps_rows_going():
     scheduler.pages.grow(1 + 5)
     assert scheduler.schedule(1).rows.tolist() == [first, second]
     scheduler.check()
+
+
+def looking(admit):
+    """`Admitter.admit`, and whether the first in line then waits for good reason."""
+
+    def look(self, policy_version, plan):
+        admit(self, policy_version, plan)
+        if not self._lanes.free or not len(self._line) or self._line.first().in_flight:
+            return
+        claim = self._claim(self._line.first(), policy_version)
+        assert claim.room > self._lanes.pages.num_free - self._lanes.growth(), "it would fit"
+
+    return look
+
+
+@many
+@given(workloads(resets=True, max_spare_pages=4), depths)
+def test_the_first_in_line_waits_only_while_it_does_not_fit(work, depth):
+    with patch.object(Admitter, "admit", looking(Admitter.admit)):
+        Rollout(work, depth).run()
+
+
+def ending(scheduler, *rows):
+    """A step in which the tokens of these rows are their last. The rows that decoded."""
+    batch = scheduler.schedule(1)
+    tokens = np.where(np.isin(batch.rows, rows), 3, 5)
+    scheduler.commit(batch, tokens, np.zeros((len(tokens), 1), np.float32))
+    scheduler.check()
+    return batch.rows.tolist()
+
+
+def test_a_row_that_was_overtaken_is_looked_at_when_one_lane_is_free_as_before():
+    scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=1), 32)
+    scheduler.pages.grow(1 + 20)
+
+    def add(*prompts):
+        seed = scheduler.num_live + 10 * scheduler.num_waiting
+        requests = [make_request(seed + n, size, 16, eos_token_ids=(3,)) for n, size in prompts]
+        return scheduler.add(requests)
+
+    known = make_request(99, 12, 16, eos_token_ids=(3,))
+    scheduler.lengths.note(digest(known.prompt), 1)
+    long, large = add((1, 1), (2, 10))
+    assert ending(scheduler) == [long, large]
+    (waiting,) = scheduler.add([known])
+    assert ending(scheduler, large) == [long, large]  # one lane is free, and too few pages
+    # Nothing is known of these, so they go first, and take all lanes.
+    short, other = add((3, 1), (4, 1))
+    assert sorted(ending(scheduler, short)) == [long, short, other]
+    assert sorted(ending(scheduler)) == [long, waiting, other]
+
+
+def test_a_row_is_looked_at_when_its_beginning_has_become_known():
+    scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=1, prefill_tokens=4), 32)
+    scheduler.pages.grow(1 + 16)
+    first = make_request(0, 9, 9)
+    second = replace(make_request(1, 1, 9), prompt=np.append(first.prompt, 7))
+    rows = scheduler.add([first, second])
+    assert [ending(scheduler) for _ in range(3)] == [[], rows[:1], rows]
 
 
 # --- failure

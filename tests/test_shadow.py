@@ -96,6 +96,17 @@ def test_adapters_of_a_sharded_model_are_followed():
         assert rows_of(plain) == off
 
 
+def test_4_bit_weights_are_never_cast_whatever_dtype_their_bytes_are_stored_in():
+    """As with bitsandbytes' `bnb_4bit_quant_storage`: two numbers a byte, called float16."""
+    model, layer = tiny.build(), "model.layers.1.mlp.up_proj"
+    linear = model.get_submodule(layer)
+    packed = torch.zeros(linear.weight.numel() // 4, 1, dtype=torch.float16)
+    linear.quant_state, linear.weight = object(), torch.nn.Parameter(packed, requires_grad=False)
+    held = {name for name, *_ in held_weights(model, model, torch.bfloat16, None)}
+    linears = {n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    assert held == linears - {layer}
+
+
 def test_parts_of_4_bit_weights_are_refused():
     model, layer = tiny.build(), "model.layers.1.mlp.up_proj"
     linear = model.get_submodule(layer)

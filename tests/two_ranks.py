@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from peft import LoraConfig
 torch.set_num_threads(1)
-import run_length, trl_trainer
+import rollout.shadow, run_length, trl_trainer
 from rollout.sharded import whole
 
 def digest(model):
@@ -75,6 +75,10 @@ def turns():
 before = clock._num_tokens
 found["ranks"] = generator._share_version(turns)
 found["own"], found["counted"] = sum(own), clock._num_tokens - before
+try:  # before rows are shared out
+    generator.generate([[9]], ["image"] if rank == 1 else None, 1)
+except Exception as error:
+    found["first"] = f"{type(error).__name__}: {error}"
 try:  # before weights are gathered
     if rank == 1:
         generator.engine._limits = None
@@ -82,6 +86,23 @@ try:  # before weights are gathered
 except Exception as error:
     found["early"] = f"{type(error).__name__}: {error}"
 vars(generator.engine).pop("_limits", None)
+whole, calls = rollout.shadow.whole, []
+def failing(*parameter):
+    calls.append(parameter)
+    if rank == 1 and len(calls) == 5:
+        raise RuntimeError("no room for it")
+    return whole(*parameter)
+rollout.shadow.whole = failing
+try:  # while they are
+    generator.generate([[9]], None, 1)
+except Exception as error:
+    found["amid"] = f"{type(error).__name__}: {error}"
+rollout.shadow.whole = whole
+worker, forward = generator.engine.worker, generator.engine.worker.graphs.forward
+worker.twin.compiled, worker._compiled_builds = True, 0
+if rank == 1:  # whose compiler fails
+    forward.warm_up = None
+found["uncompiled"] = len(generator.generate([[9]], None, 1)[1])
 if rank == 0:
     generator.engine.worker.graphs.run = None
 try:
@@ -176,8 +197,12 @@ def check_training(found, kind, wrapper, most):
     assert first["weights"] == second["weights"]
     assert first["completions"] != second["completions"]
     other = "RolloutError: the rollout failed on 1 other rank(s); see their errors"
-    assert first["early"] == second["error"] == other
+    assert first["first"] == first["early"] == second["error"] == other
+    assert second["first"].startswith("UnsupportedTrainer")
     assert second["early"].startswith("TypeError")
+    assert first["uncompiled"] == second["uncompiled"] == 1
+    if first["shadow"]:
+        assert (first["amid"], second["amid"]) == (other, "RuntimeError: no room for it")
     assert first["error"].startswith("TypeError")
 
 

@@ -7,7 +7,7 @@ TRL gates importance-sampling correction, `sampling/*` metrics, tools and enviro
 import functools
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -161,7 +161,7 @@ class RolloutGenerator:
                 So does an interrupt, which must not wait for ranks that may be anywhere.
         """
         ran, completions, failure = prompts, list[Completion](), None
-        later_turn, version = bool(self._num_turns), self.engine.policy_version
+        later_turn, before = bool(self._num_turns), self._met()
         try:
             if images is not None:
                 raise UnsupportedTrainer("the engine cannot take images; use text alone")
@@ -169,9 +169,8 @@ class RolloutGenerator:
                 ran, completions = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:
             failure = error
-            if not later_turn and self.engine.policy_version == version:
-                # It came before the weights were gathered, for which other ranks wait.
-                self.engine.worker.twin.give_parts()
+            if not later_turn:
+                self._meet(before)
         num_tokens = sum(len(completion.token_ids) for completion in completions)
         if not later_turn:
             num_tokens = agree(self._trainer.accelerator, failure, num_tokens)
@@ -246,6 +245,18 @@ class RolloutGenerator:
         if self._num_turns is not None:
             self._num_turns += 1
         return prompts, completions
+
+    def _met(self) -> tuple[int, int]:
+        """How often rows were shared out, and parameters gathered: what takes all ranks."""
+        return self._balance.num_shared if self._balance else 0, self.engine.num_gathered
+
+    def _meet(self, before: tuple[int, int]) -> None:
+        """Take part in what other ranks wait for, and this one has failed on the way to."""
+        num_shared, num_gathered = before
+        with suppress(Exception):  # the first error says more, and the ranks are to hear of it
+            if self._balance and self._balance.num_shared == num_shared:
+                self._balance.give_out([], [])
+            self.engine.worker.twin.give_parts(self.engine.num_gathered - num_gathered)
 
     def _share_version(self, generate: Any, *batch: Any) -> Any:
         """Run the trainer's own method that makes all rollouts of a batch, on the same weights.

@@ -65,10 +65,14 @@ class RowBalance:
         rank: This process.
         num_ranks: All of them.
         lengths: What this rank knows of prompts.
+
+    Attributes:
+        num_shared: How often rows were shared out.
     """
 
     def __init__(self, rank: int, num_ranks: int, lengths: Lengths) -> None:
         self._rank, self._num_ranks, self._lengths = rank, num_ranks, lengths
+        self.num_shared = 0
         self._mine: list[Group] = []
 
     def give_out(
@@ -80,7 +84,9 @@ class RowBalance:
             prompts: Of the rows that this rank asks for.
             seeds: Theirs.
         """
-        groups: list[Group] = gather_object(self._groups(prompts, seeds))
+        own = self._groups(prompts, seeds)
+        self.num_shared += 1
+        groups: list[Group] = gather_object(own)
         self._mine = deal(groups, self._num_ranks)[self._rank]
         rows = [(group.prompt, seed) for group in self._mine for seed in group.seeds]
         return [prompt for prompt, _ in rows], [seed for _, seed in rows]

@@ -30,10 +30,10 @@ class Utilisation:
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
         self._bandwidth = self._peak = None
         device = engine.worker.device
         if device.type == "cuda":
-            self._cost = engine.worker.cost()
             self._bandwidth = copy_bandwidth("cuda", "cuda")
             self._peak = peak_operations(torch.cuda.get_device_name(device))
 
@@ -47,17 +47,20 @@ class Utilisation:
             prompts: Token ids of each row.
             lengths: New tokens of each row.
         """
+        if not (self._bandwidth and stats.duration_s):
+            return {}
+        cost = self._engine.worker.cost()  # now: training casts and shards after `attach`
         read = contexts([len(prompt) for prompt in prompts], lengths)
-        found = {}
-        if self._bandwidth and stats.duration_s:
-            found["rollout/gpu_busy"] = stats.attribution.busy_s / stats.duration_s
-            moved = self._cost.decode_bytes(stats.engine_steps, read)
-            found["rollout/mbu"] = moved / self._bandwidth / stats.duration_s
-        if self._peak and stats.duration_s:
+        moved = cost.decode_bytes(stats.engine_steps, read)
+        found = {
+            "rollout/gpu_busy": stats.attribution.busy_s / stats.duration_s,
+            "rollout/mbu": moved / self._bandwidth / stats.duration_s,
+        }
+        if self._peak:
             # The last token of a prompt is the input of the row's first decode step.
             prefilled = [len(prompt) - 1 for prompt in set(map(tuple, prompts))]
             num_tokens = sum(lengths) + sum(prefilled)
             attended = read + sum(n * (n + 1) // 2 for n in prefilled)
-            ran = self._cost.operations(num_tokens, attended)
+            ran = cost.operations(num_tokens, attended)
             found["rollout/mfu"] = ran / self._peak / stats.duration_s
         return found
