@@ -79,6 +79,12 @@ def test_prompt_learning_is_refused():
         check_model(get_peft_model(tiny.build(), config))
 
 
+def test_adapters_that_begin_in_the_middle_of_a_row_are_refused():
+    config = LoraConfig(target_modules=["q_proj"], r=2, alora_invocation_tokens=[12, 13])
+    with pytest.raises(UnsupportedModel, match=r"activated LoRA .* use LoRA without them"):
+        check_model(get_peft_model(tiny.build(), config))
+
+
 EIGHT_BITS = "Linear8bitLt.* outliers over all rows of a batch.* load it in bfloat16"
 
 

@@ -118,6 +118,14 @@ def test_other_kinds_of_adapters_are_followed(changes):
         tiny.assert_on_policy(engine, model)
 
 
+def test_copied_layers_with_configs_of_their_own_attend_by_pages_too():
+    """PEFT copies layers with their config, and the model's own config says nothing to those."""
+    changes = {"layer_replication": [[0, 3], [1, 3]], "init_lora_weights": False}
+    model = get_peft_model(tiny.build("llama"), LoraConfig(target_modules=["q_proj"], **changes))
+    with RolloutEngine(model, SMALL) as engine:
+        tiny.assert_on_policy(engine, model)
+
+
 def test_modules_to_save_are_followed():
     model = lora(tiny.build(), modules_to_save=["lm_head"])
     with torch.no_grad():
