@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 import trl
+import trl_family
 import trl_trainer
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
@@ -29,6 +30,8 @@ from trainers.support import check_trainer, check_trl
     [
         ({"top_p": 1.5}, r"top_p=1\.5: it must be from 1e-06 to 1\.0"),
         ({"min_p": -0.1}, r"min_p=-0\.1: it must be from"),
+        ({"temperature": 0.0}, "by which its loss divides; set `top_k` to 1"),
+        ({"max_completion_length": None}, "max_completion_length=None; set it to the most tokens"),
         ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: it must be at most"),
         ({"generation_kwargs": {"stop": [""]}}, "a string of stop_strings='': it must be text"),
         ({"generation_kwargs": {"stop_strings": 5}}, "stop_strings=5: it must be some strings"),
@@ -221,9 +224,29 @@ def test_a_trainer_learns_from_filtered_rollouts(tmp_path):
     assert max(gaps) < 1e-4
 
 
-def test_vespo_with_a_token_level_correction_is_fine(tmp_path):
-    mode = {"vllm_importance_sampling_mode": "token_truncate"}
-    check_trainer(trl_trainer.build(tmp_path, loss_type="vespo", **mode))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vllm_importance_sampling_mode": "token_truncate"},
+        {"vllm_importance_sampling_correction": False},
+    ],
+    ids=str,
+)
+def test_vespo_with_a_token_level_correction_or_none_is_fine(tmp_path, changes):
+    check_trainer(trl_trainer.build(tmp_path, loss_type="vespo", **changes))
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation"])
+def test_a_temperature_that_the_loss_does_not_follow_is_warned_of(tmp_path, caplog, kind):
+    trainer = trl_family.build(kind, tmp_path, temperature=0.9)
+    generator = trl_trainer.attach(trainer)
+    with caplog.at_level(logging.WARNING, "trainers.sampling"):
+        for temperature, expected in ((0.9, 0), (0.5, 1), (0.5, 1), (0.9, 1), (0.4, 2)):
+            trainer.temperature = temperature
+            generator.generate([[9]], None, 1)
+            assert len(caplog.messages) == (0 if kind == "Distillation" else expected)
+    if caplog.messages:
+        assert "temperature=0.4 from now on, and the loss still divides by 0.9" in caplog.text
 
 
 @pytest.mark.parametrize(

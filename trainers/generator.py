@@ -20,7 +20,7 @@ from trainers.metrics import gap_metrics, log_metrics
 from trainers.opening import open_engine
 from trainers.ranks import RowBalance, agree
 from trainers.row_seeds import RowSeeds
-from trainers.sampling import announce, row_sampling
+from trainers.sampling import announce, loss_temperature, row_sampling
 from trainers.seams import find_seam, settings_of
 from trainers.watch import Watch
 
@@ -212,6 +212,7 @@ class RolloutGenerator:
             raise
         self._trainer, self._settings = trainer, settings_of(trainer)
         self._seam = find_seam(trainer)
+        self._loss_temperature = loss_temperature(trainer.accelerator.unwrap_model(trainer.model))
         self._seeds, self._balance = RowSeeds(trainer), None
         accelerator = trainer.accelerator
         if self.config.balance_ranks and accelerator.num_processes > 1:
@@ -233,7 +234,7 @@ class RolloutGenerator:
         self, prompts: list[list[int]], *, same_weights: bool
     ) -> tuple[list[list[int]], list[Completion]]:
         """Generate these rows, or those that other ranks have left to this one instead."""
-        self._announced = announce(self._settings, self._announced)
+        self._announced = announce(self._settings, self._announced, self._loss_temperature)
         seeds = self._seeds.draw(len(prompts))
         if self._balance and not same_weights:
             prompts, seeds = self._balance.give_out(prompts, seeds)
