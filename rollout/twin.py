@@ -88,8 +88,8 @@ class Twin:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the model can take."""
-        config: Any = self._base.config
+        """Token ids that the trainer's model can take, whose embeddings may have been resized."""
+        config: Any = base_of(self._live).config
         return int(config.vocab_size)
 
     @property

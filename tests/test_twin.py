@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.twin import Twin
 
 SMALL = RolloutConfig(max_rows=4, page_tokens=4)
@@ -76,6 +76,22 @@ def test_weights_that_moved_are_found_by_name():
             parameter.data = parameter.data * 1.1
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.7)
         tiny.assert_on_policy(engine, model)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [80, 50])
+def test_resized_embeddings_are_followed(size, autocast):
+    model, marked = tiny.build(), SamplingParams(max_new_tokens=6, repetition_penalty=1.2)
+    with RolloutEngine(model, SMALL, autocast_dtype=autocast) as engine:
+        engine.generate([[9, 10]], marked)
+        model.resize_token_embeddings(size, mean_resizing=False)
+        with pytest.raises(RequestError, match=f"outside the vocabulary, 0 to {size - 1}"):
+            engine.generate([[size]], marked)
+        (completion,) = engine.generate([[size - 1]], marked)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            wanted = tiny.logprobs(model.eval(), [size - 1], completion.token_ids)
+        close = 1e-5 if autocast is None else 0.1
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=close)
 
 
 def test_adapters_are_applied_in_place_and_followed():
