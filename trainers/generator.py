@@ -212,9 +212,10 @@ class RolloutGenerator:
             raise
         self._trainer, self._settings = trainer, settings_of(trainer)
         self._seam = find_seam(trainer)
-        self._loss_temperature = loss_temperature(trainer.accelerator.unwrap_model(trainer.model))
         self._seeds, self._balance = RowSeeds(trainer), None
-        accelerator = trainer.accelerator
+        accelerator, self._loss_temperature = trainer.accelerator, None
+        if self._seam.patches:
+            self._loss_temperature = loss_temperature(accelerator.unwrap_model(trainer.model))
         if self.config.balance_ranks and accelerator.num_processes > 1:
             ranks = accelerator.process_index, accelerator.num_processes
             self._balance = RowBalance(*ranks, self.engine.scheduler.lengths)

@@ -154,13 +154,13 @@ def _stop_strings(tokenizer: Any, vocab_size: int, strings: tuple[str, ...]) -> 
 
 
 def loss_temperature(model: nn.Module) -> float | None:
-    """What the model divides logits by in the trainer's loss, where TRL has told it so for good.
+    """What a model divides logits by in a trainer's loss, if TRL has patched its forward so.
 
     Args:
-        model: The trainer's, whose forward some trainers patch when they are made.
+        model: The trainer's.
 
     Returns:
-        `None` where the trainer's own `temperature` is read each time.
+        `None` where it was not patched.
     """
     forward = vars(base_of(model)).get("forward")
     if not inspect.ismethod(forward):
