@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rollout import UnsupportedTrainer
+from rollout import ConfigError, EngineClosed, UnsupportedTrainer
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
 from trainers.opening import _place
@@ -352,6 +352,22 @@ def test_a_seam_that_moved_is_refused(monkeypatch):
     monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, sampling: None)
     with pytest.raises(UnsupportedTrainer, match=r"calls its generator with \('prompts', 'samp"):
         check_trl()
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    trainer.eos_token_ids = [None, tiny.EOS]  # as TRL has it where the tokenizer has none
+    with pytest.raises(UnsupportedTrainer, match="no EOS token; set its `eos_token`"):
+        trl_trainer.attach(trainer)
+
+
+def test_an_engine_that_was_closed_and_a_config_of_another_kind_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config=\{'max_rows': 8\}: it must be a RolloutConfig"):
+        RolloutGenerator({"max_rows": 8})
+    trainer = trl_trainer.build(tmp_path)
+    trl_trainer.attach(trainer).engine.close()
+    with pytest.raises(EngineClosed, match="make a new one"):
+        trainer.train()
 
 
 def test_one_generator_serves_one_trainer(tmp_path):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from rollout.config import RolloutConfig
-from rollout.errors import UnsupportedTrainer
+from rollout.errors import ConfigError, EngineClosed, UnsupportedTrainer
 from rollout.exact import prepare_trainer
 from rollout.request import Completion
 from rollout.sampling_params import SamplingParams
@@ -36,6 +36,9 @@ class RolloutGenerator:
     Args:
         config: Knobs of the engine.
 
+    Raises:
+        ConfigError: It is something else.
+
     Example:
         ```python
         trainer = GRPOTrainer(model=..., reward_funcs=..., train_dataset=...)
@@ -52,6 +55,8 @@ class RolloutGenerator:
     """
 
     def __init__(self, config: RolloutConfig | None = None) -> None:
+        if not isinstance(config, RolloutConfig | None):
+            raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
         self.config = config or RolloutConfig()
         self._trainer: Any = None
         self._settings: Any = None
@@ -169,7 +174,8 @@ class RolloutGenerator:
                 ran, completions = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:
             failure = error
-            if not later_turn and self.engine.policy_version == version:
+            gathered = self.engine.policy_version != version
+            if not (later_turn or gathered or isinstance(error, EngineClosed)):
                 # It came before the weights were gathered, for which other ranks wait.
                 self.engine.worker.twin.give_parts()
         num_tokens = sum(len(completion.token_ids) for completion in completions)

@@ -92,6 +92,9 @@ def refused_settings(trainer: Any) -> Iterator[str]:
     if trainer.max_completion_length is None:
         yield "max_completion_length=None; set it to the most tokens that a completion may have"
         return
+    if None in trainer.eos_token_ids:
+        yield "its tokenizer has no EOS token; set its `eos_token`"
+        return
     if trainer.temperature == 0:
         yield "temperature=0, by which its loss divides; set `top_k` to 1 for the most likely token"
     extra = _extra(trainer)
