@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from rollout.errors import UnsupportedModel
 from rollout.narrow import Narrow, Shape, make_narrow, make_plain, narrow_linear
-from rollout.support import base_of, experts_of, has_layers
+from rollout.support import base_of, configs_of, experts_of, has_layers
 from rollout.trainer_attention import EXACT_ATTENTION
 from rollout.twin import Twin
 
@@ -51,8 +51,10 @@ def prepare_trainer(model: nn.Module, narrow: Narrow | None = None) -> Callable[
         raise UnsupportedModel(
             f"{name} has dropout, and a rollout has none; set it to 0, or on_policy='close'"
         )
-    before = base.config._attn_implementation
+    before = [(config, config._attn_implementation) for config in configs_of(base)]
     base.set_attn_implementation(EXACT_ATTENTION)
+    for config, _ in before:
+        config._attn_implementation = EXACT_ATTENTION
     backbone = getattr(base, base.base_model_prefix)
     hook = backbone.register_forward_pre_hook(_count_positions, with_kwargs=True)
     library = _prefer_cublaslt(base)
@@ -66,7 +68,8 @@ def prepare_trainer(model: nn.Module, narrow: Narrow | None = None) -> Callable[
 
     def undo() -> None:
         make_plain(base)
-        base.set_attn_implementation(before)
+        for config, attention in before:
+            config._attn_implementation = attention
         hook.remove()
         if library is not None:
             torch.backends.cuda.preferred_blas_library(library)

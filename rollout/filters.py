@@ -39,9 +39,10 @@ class Filters:
         self.words_LNW = neutral.new_zeros((num_lanes, 0, 0), dtype=torch.int32)
 
     def open_marks(self, vocab_size: int) -> None:
-        """Have marks of every lane, none of which says anything yet."""
-        if self.marks_LV is None:
-            shape = (len(self.settings_LS), vocab_size)
+        """Have marks of every lane, of which new ones say nothing yet."""
+        shape = (len(self.settings_LS), vocab_size)
+        # Of other embeddings the twin is another copy, for which graphs are captured anew.
+        if self.marks_LV is None or self.marks_LV.shape != shape:
             self.marks_LV = self.settings_LS.new_zeros(shape, dtype=torch.int32)
 
     def open_words(self, num_lines: int, length: int) -> bool:

@@ -64,7 +64,10 @@ def _build_request(
 ) -> Request:
     tokens = np.array(prompt)  # a copy: the caller may change theirs
     if tokens.size == 0:
-        raise RequestError("empty prompt: a row needs at least one token to start from")
+        raise RequestError(
+            "empty prompt: a row needs at least one token to start from; drop the prompt, or begin "
+            "it with a BOS token"
+        )
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise RequestError(f"prompt {prompt!r:.80}: it must be a flat sequence of token ids")
     outside = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]

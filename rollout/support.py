@@ -1,7 +1,7 @@
 """Which models the engine refuses, and the sentence for each."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,16 @@ _MAX_HEAD_DIM = 256
 def base_of(model: nn.Module) -> nn.Module:
     """The transformers model under a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+
+
+def configs_of(base: nn.Module) -> list[Any]:
+    """The configs that its attention layers read: its own, and those that layers have.
+
+    A layer that is a copy, as PEFT's `layer_replication` makes them, has a copied config, too.
+    """
+    owned = (getattr(module, "config", None) for module in base.modules())
+    found = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
+    return list(found.values())
 
 
 def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -88,12 +98,23 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     yield from _quantisation_reasons(model)
     yield from _attention_reasons(config)
     yield from _rope_reasons(config)
-    if any(peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()):
-        yield "prompt-learning PEFT puts virtual tokens into the KV cache; use LoRA"
+    yield from _adapter_reasons(getattr(model, "peft_config", {}).values())
     if not getattr(base, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' AttentionInterface"
     if "logits_to_keep" not in inspect.signature(type(base).forward).parameters:
         yield "its forward has no `logits_to_keep`, so it would compute logits for every token"
+
+
+def _adapter_reasons(adapters: Iterable[Any]) -> Iterator[str]:
+    """By their configs, as PEFT need not be installed."""
+    for adapter in adapters:
+        if adapter.is_prompt_learning:
+            yield "prompt-learning PEFT puts virtual tokens into the KV cache; use LoRA"
+        if getattr(adapter, "alora_invocation_tokens", None):
+            yield (
+                "its adapter is an activated LoRA (`alora_invocation_tokens`), which changes "
+                "tokens from somewhere in a row on; use LoRA without them"
+            )
 
 
 def _quantisation_reasons(model: nn.Module) -> Iterator[str]:

@@ -72,10 +72,15 @@ def _forget_trainer(module: nn.Module) -> None:
 
 
 def fingerprint(base: nn.Module) -> tuple[Any, ...]:
-    """What the twin has copied and storage does not show: modules and adapter settings."""
-    return is_sharded(base), *(
-        (name, _plain_type(module), *_adapter_settings(module))
-        for name, module in base.named_modules()
+    """What the twin has copied and storage does not show: modules, sizes and adapter settings."""
+    config: Any = base.config  # knows of resized embeddings
+    return (
+        is_sharded(base),
+        config.vocab_size,
+        *(
+            (name, _plain_type(module), *_adapter_settings(module))
+            for name, module in base.named_modules()
+        ),
     )
 
 

@@ -22,7 +22,7 @@ from rollout.narrow import Narrow, make_narrow
 from rollout.shadow import Shadow
 from rollout.sharded import is_part, is_sharded, local_bytes, reshard, whole
 from rollout.stopwatch import Stopwatch
-from rollout.support import base_of, check_placed
+from rollout.support import base_of, check_placed, configs_of
 from rollout.tree import alias, copied, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class Twin:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the model can take."""
-        config: Any = self._base.config
+        """Token ids that the trainer's model can take, whose embeddings may have been resized."""
+        config: Any = base_of(self._live).config
         return int(config.vocab_size)
 
     @property
@@ -247,15 +247,17 @@ class Twin:
         self._shadow.clear()
         self._base = copied(live)
         config: Any = self._base.config
-        config._attn_implementation = PAGED_ATTENTION
+        experts_wait = self.device.type == "cuda" and config.dtype == torch.bfloat16
+        for each in configs_of(self._base):
+            each._attn_implementation = PAGED_ATTENTION
+            if experts_wait:
+                # The one way through a Mixture of Experts that waits for nothing on the host.
+                each._experts_implementation = "grouped_mm"
         # A step wants logits in a named output, and nothing recorded on the way.
         config.return_dict = True
         config.output_hidden_states = config.output_attentions = False
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False
-        if self.device.type == "cuda" and config.dtype == torch.bfloat16:
-            # The one way through a Mixture of Experts that waits for nothing on the host.
-            config._experts_implementation = "grouped_mm"
         number_layers(self._base)
         if self._float32_head:
             use_float32_head(self._base)

@@ -215,13 +215,19 @@ class Worker:
         self._compiled_builds = self.twin.num_builds
 
     def _check_unmoved(self) -> None:
-        """The buffers were made for the device and dtype that the model had."""
+        """The buffers were made for the layers, device and dtype that the model had."""
         device, layout = self.twin.device, self.twin.kv_layout(self.config.page_tokens)
-        if (device, layout) != (self.device, self.kv_cache.layout):
+        before = self.kv_cache.layout
+        if layout.num_layers != before.num_layers:
             raise UnsupportedModel(
-                f"the engine was made for weights that are {self.kv_cache.layout.dtype} on "
-                f"{self.device}, and they are {layout.dtype} on {device}: they were moved or cast "
-                "meanwhile, or `train()` has yet to cast them; make a new engine, or generate later"
+                f"the engine was made for {before.num_layers} layers, and the model has "
+                f"{layout.num_layers}; make a new engine"
+            )
+        if (device, layout) != (self.device, before):
+            raise UnsupportedModel(
+                f"the engine was made for weights that are {before.dtype} on {self.device}, and "
+                f"they are {layout.dtype} on {device}: they were moved or cast meanwhile, or "
+                "`train()` has yet to cast them; make a new engine, or generate later"
             )
 
 

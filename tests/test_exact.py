@@ -1,5 +1,6 @@
 """Exact mode under a stock trainer: what it changes, what it promises, what it takes back."""
 
+import copy
 import logging
 from dataclasses import replace
 from itertools import product
@@ -96,6 +97,17 @@ def test_positions_count_from_a_rows_first_real_token():
         own = model(ids, attention_mask=mask, position_ids=torch.arange(7)[None] + 5).logits[:, 3:]
         assert not torch.equal(own, found)  # given positions are kept
     undo()
+
+
+def test_layers_with_configs_of_their_own_attend_by_the_kernel_too():
+    model = tiny.build()
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+    configs = [layer.self_attn.config for layer in model.model.layers]
+    assert configs[1] is not configs[0]
+    undo = prepare_trainer(model)
+    assert {config._attn_implementation for config in configs} == {EXACT_ATTENTION}
+    undo()
+    assert {config._attn_implementation for config in configs} == {"sdpa"}
 
 
 def test_dropout_is_refused(tmp_path):

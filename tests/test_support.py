@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import UnsupportedModel
+from rollout import RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.support import check_model, check_placed
 
 
@@ -79,6 +79,12 @@ def test_prompt_learning_is_refused():
         check_model(get_peft_model(tiny.build(), config))
 
 
+def test_adapters_that_begin_in_the_middle_of_a_row_are_refused():
+    config = LoraConfig(target_modules=["q_proj"], r=2, alora_invocation_tokens=[12, 13])
+    with pytest.raises(UnsupportedModel, match=r"activated LoRA .* use LoRA without them"):
+        check_model(get_peft_model(tiny.build(), config))
+
+
 EIGHT_BITS = "Linear8bitLt.* outliers over all rows of a batch.* load it in bfloat16"
 
 
@@ -132,6 +138,15 @@ def test_a_model_over_several_devices_is_refused():
     model.hf_device_map = {"model": 0, "lm_head": 1}
     with pytest.raises(UnsupportedModel, match="over 2 devices; load it without `device_map`"):
         check_placed(model)
+
+
+def test_a_model_that_has_lost_a_layer_is_refused_at_the_next_version():
+    model = tiny.build()
+    with RolloutEngine(model) as engine:
+        del model.model.layers[2]
+        model.config.num_hidden_layers = 2
+        with pytest.raises(UnsupportedModel, match="made for 3 layers, and the model has 2"):
+            engine.generate([[9]], SamplingParams(max_new_tokens=2))
 
 
 def test_parameters_sharded_by_fsdp1_are_refused():

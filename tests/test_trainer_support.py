@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 import trl
+import trl_family
 import trl_trainer
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rollout import UnsupportedTrainer
+from rollout import ConfigError, EngineClosed, UnsupportedTrainer
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
 from trainers.opening import _place
@@ -29,6 +30,8 @@ from trainers.support import check_trainer, check_trl
     [
         ({"top_p": 1.5}, r"top_p=1\.5: it must be from 1e-06 to 1\.0"),
         ({"min_p": -0.1}, r"min_p=-0\.1: it must be from"),
+        ({"temperature": 0.0}, "by which its loss divides; set `top_k` to 1"),
+        ({"max_completion_length": None}, "max_completion_length=None; set it to the most tokens"),
         ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: it must be at most"),
         ({"generation_kwargs": {"stop": [""]}}, "a string of stop_strings='': it must be text"),
         ({"generation_kwargs": {"stop_strings": 5}}, "stop_strings=5: it must be some strings"),
@@ -221,9 +224,29 @@ def test_a_trainer_learns_from_filtered_rollouts(tmp_path):
     assert max(gaps) < 1e-4
 
 
-def test_vespo_with_a_token_level_correction_is_fine(tmp_path):
-    mode = {"vllm_importance_sampling_mode": "token_truncate"}
-    check_trainer(trl_trainer.build(tmp_path, loss_type="vespo", **mode))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vllm_importance_sampling_mode": "token_truncate"},
+        {"vllm_importance_sampling_correction": False},
+    ],
+    ids=str,
+)
+def test_vespo_with_a_token_level_correction_or_none_is_fine(tmp_path, changes):
+    check_trainer(trl_trainer.build(tmp_path, loss_type="vespo", **changes))
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation", "GOLD"])
+def test_a_temperature_that_the_loss_does_not_follow_is_warned_of(tmp_path, caplog, kind):
+    trainer = trl_family.build(kind, tmp_path, temperature=0.9)
+    generator = trl_trainer.attach(trainer)
+    with caplog.at_level(logging.WARNING, "trainers.sampling"):
+        for temperature, expected in ((0.9, 0), (0.5, 1), (0.5, 1), (0.9, 1), (0.4, 2)):
+            trainer.temperature = temperature
+            generator.generate([[9]], None, 1)
+            assert len(caplog.messages) == (expected if kind in ("GRPO", "RLOO") else 0)
+    if caplog.messages:
+        assert "temperature=0.4 from now on, and the loss still divides by 0.9" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -329,6 +352,22 @@ def test_a_seam_that_moved_is_refused(monkeypatch):
     monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, sampling: None)
     with pytest.raises(UnsupportedTrainer, match=r"calls its generator with \('prompts', 'samp"):
         check_trl()
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    trainer.eos_token_ids = [None, tiny.EOS]  # as TRL has it where the tokenizer has none
+    with pytest.raises(UnsupportedTrainer, match="no EOS token; set its `eos_token`"):
+        trl_trainer.attach(trainer)
+
+
+def test_an_engine_that_was_closed_and_a_config_of_another_kind_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config=\{'max_rows': 8\}: it must be a RolloutConfig"):
+        RolloutGenerator({"max_rows": 8})
+    trainer = trl_trainer.build(tmp_path)
+    trl_trainer.attach(trainer).engine.close()
+    with pytest.raises(EngineClosed, match="make a new one"):
+        trainer.train()
 
 
 def test_one_generator_serves_one_trainer(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.twin import Twin
 
 SMALL = RolloutConfig(max_rows=4, page_tokens=4)
@@ -78,6 +78,22 @@ def test_weights_that_moved_are_found_by_name():
         tiny.assert_on_policy(engine, model)
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [80, 50])
+def test_resized_embeddings_are_followed(size, autocast):
+    model, marked = tiny.build(), SamplingParams(max_new_tokens=6, repetition_penalty=1.2)
+    with RolloutEngine(model, SMALL, autocast_dtype=autocast) as engine:
+        engine.generate([[9, 10]], marked)
+        model.resize_token_embeddings(size, mean_resizing=False)
+        with pytest.raises(RequestError, match=f"outside the vocabulary, 0 to {size - 1}"):
+            engine.generate([[size]], marked)
+        (completion,) = engine.generate([[size - 1]], marked)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            wanted = tiny.logprobs(model.eval(), [size - 1], completion.token_ids)
+        close = 1e-5 if autocast is None else 0.1
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=close)
+
+
 def test_adapters_are_applied_in_place_and_followed():
     model = lora(tiny.build())
     with RolloutEngine(model, SMALL) as engine:
@@ -114,6 +130,14 @@ def test_adapters_are_applied_in_place_and_followed():
 def test_other_kinds_of_adapters_are_followed(changes):
     config = {"target_modules": ["q_proj", "down_proj"], "r": 4, "init_lora_weights": False}
     model = get_peft_model(tiny.build(), LoraConfig(**{**config, **changes}))
+    with RolloutEngine(model, SMALL) as engine:
+        tiny.assert_on_policy(engine, model)
+
+
+def test_copied_layers_with_configs_of_their_own_attend_by_pages_too():
+    """PEFT copies layers with their config, and the model's own config says nothing to those."""
+    changes = {"layer_replication": [[0, 3], [1, 3]], "init_lora_weights": False}
+    model = get_peft_model(tiny.build("llama"), LoraConfig(target_modules=["q_proj"], **changes))
     with RolloutEngine(model, SMALL) as engine:
         tiny.assert_on_policy(engine, model)
 

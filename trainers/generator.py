@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from rollout.config import RolloutConfig
-from rollout.errors import UnsupportedTrainer
+from rollout.errors import ConfigError, UnsupportedTrainer
 from rollout.exact import prepare_trainer
 from rollout.request import Completion
 from rollout.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ from trainers.metrics import gap_metrics, log_metrics
 from trainers.opening import open_engine
 from trainers.ranks import RowBalance, agree
 from trainers.row_seeds import RowSeeds
-from trainers.sampling import announce, row_sampling
+from trainers.sampling import announce, loss_temperature, row_sampling
 from trainers.seams import find_seam, settings_of
 from trainers.watch import Watch
 
@@ -35,6 +35,9 @@ class RolloutGenerator:
 
     Args:
         config: Knobs of the engine.
+
+    Raises:
+        ConfigError: It is something else.
 
     Example:
         ```python
@@ -52,6 +55,8 @@ class RolloutGenerator:
     """
 
     def __init__(self, config: RolloutConfig | None = None) -> None:
+        if not isinstance(config, RolloutConfig | None):
+            raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
         self.config = config or RolloutConfig()
         self._trainer: Any = None
         self._settings: Any = None
@@ -212,7 +217,9 @@ class RolloutGenerator:
         self._trainer, self._settings = trainer, settings_of(trainer)
         self._seam = find_seam(trainer)
         self._seeds, self._balance = RowSeeds(trainer), None
-        accelerator = trainer.accelerator
+        accelerator, self._loss_temperature = trainer.accelerator, None
+        if self._seam.patches:
+            self._loss_temperature = loss_temperature(accelerator.unwrap_model(trainer.model))
         if self.config.balance_ranks and accelerator.num_processes > 1:
             ranks = accelerator.process_index, accelerator.num_processes
             self._balance = RowBalance(*ranks, self.engine.scheduler.lengths)
@@ -232,7 +239,7 @@ class RolloutGenerator:
         self, prompts: list[list[int]], *, same_weights: bool
     ) -> tuple[list[list[int]], list[Completion]]:
         """Generate these rows, or those that other ranks have left to this one instead."""
-        self._announced = announce(self._settings, self._announced)
+        self._announced = announce(self._settings, self._announced, self._loss_temperature)
         seeds = self._seeds.draw(len(prompts))
         if self._balance and not same_weights:
             prompts, seeds = self._balance.give_out(prompts, seeds)

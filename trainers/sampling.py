@@ -7,6 +7,7 @@ TRL's `clipped_ratio` and `mask_truncated_completions` look for an EOS token, an
 that ends otherwise for one that was cut off, whichever engine made it.
 """
 
+import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +15,12 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
+from torch import nn
+
 from rollout.errors import RequestError
 from rollout.sampling_params import SamplingParams
 from rollout.stop_strings import StopStrings
+from rollout.support import base_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,14 @@ def row_sampling(trainer: Any, room: int) -> SamplingParams:
 
 def refused_settings(trainer: Any) -> Iterator[str]:
     """Why the engine cannot draw as a trainer asks; nothing where it can."""
+    if trainer.max_completion_length is None:
+        yield "max_completion_length=None; set it to the most tokens that a completion may have"
+        return
+    if None in trainer.eos_token_ids:
+        yield "its tokenizer has no EOS token; set its `eos_token`"
+        return
+    if trainer.temperature == 0:
+        yield "temperature=0, by which its loss divides; set `top_k` to 1 for the most likely token"
     extra = _extra(trainer)
     for name, value in extra.items():
         if name not in _NAMES:
@@ -144,17 +156,45 @@ def _stop_strings(tokenizer: Any, vocab_size: int, strings: tuple[str, ...]) -> 
     return StopStrings(strings, decode, vocab_size)
 
 
-def announce(trainer: Any, before: SamplingParams | None) -> SamplingParams:
+def loss_temperature(model: nn.Module) -> float | None:
+    """What a model divides logits by in a trainer's loss, if TRL has patched its forward so.
+
+    Args:
+        model: The trainer's.
+
+    Returns:
+        `None` where it was not patched.
+    """
+    forward = vars(base_of(model)).get("forward")
+    if not inspect.ismethod(forward):
+        return None
+    temperature: float | None = inspect.getclosurevars(forward).nonlocals.get("temperature")
+    return temperature
+
+
+def announce(
+    trainer: Any, before: SamplingParams | None, loss_temperature: float | None = None
+) -> SamplingParams:
     """Say what a trainer's completions are drawn by, unless that is what was said before.
 
     Args:
         trainer: A TRL trainer that was not refused.
         before: What this has returned for the same trainer, if it was called.
+        loss_temperature: What its loss divides by, if that is not its own `temperature`.
 
     Returns:
         What they are drawn by.
     """
     sampling = _sampling(trainer)
-    if sampling != before:
-        logger.info("completions are drawn by %s", sampling)
+    if sampling == before:
+        return sampling
+    if loss_temperature not in (None, sampling.temperature):
+        logger.warning(
+            "completions are drawn at temperature=%s from now on, and the loss still divides by "
+            "%s, which TRL reads once, when a trainer is made: rollouts are no longer on-policy; "
+            "set `temperature` in the arguments of a new trainer",
+            sampling.temperature,
+            loss_temperature,
+        )
+    logger.info("completions are drawn by %s", sampling)
     return sampling

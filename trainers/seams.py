@@ -36,12 +36,14 @@ class Seam:
         generates: The method that makes all rollouts of one batch, over all its turns.
         scores: The method whose result holds log-probabilities of rollout and trainer, if any.
         reads_ids: Looks up each token's log-probability by its id.
+        patches: Its loss divides logits by the temperature that it has patched the model with.
     """
 
     sets: Callable[[Any], dict[str, Any]]
     generates: str = "_generate"
     scores: str | None = None
     reads_ids: bool = False
+    patches: bool = False
 
 
 def _loads_each_step(args: Any) -> dict[str, Any]:
@@ -49,8 +51,8 @@ def _loads_each_step(args: Any) -> dict[str, Any]:
 
 
 SEAMS = {
-    "GRPOTrainer": Seam(_loads_each_step, scores="_generate_and_score_completions"),
-    "RLOOTrainer": Seam(_loads_each_step),
+    "GRPOTrainer": Seam(_loads_each_step, scores="_generate_and_score_completions", patches=True),
+    "RLOOTrainer": Seam(_loads_each_step, patches=True),
     "DistillationTrainer": Seam(_loads_each_step),
     "SDFTTrainer": Seam(_loads_each_step),
     "SDPOTrainer": Seam(_loads_each_step),

@@ -64,10 +64,18 @@ def _reasons(trainer: Any) -> Iterator[str]:
         yield "its model takes images; the engine takes text alone"
     if args.vllm_structured_outputs_regex is not None:
         yield "structured outputs (`vllm_structured_outputs_regex`) are not supported; drop it"
-    if trainer.loss_type == "vespo" and not trainer.vllm_importance_sampling_mode.startswith("tok"):
-        yield "the VESPO loss needs `vllm_importance_sampling_mode` token_truncate or token_mask"
+    if trainer.loss_type == "vespo" and trainer.vllm_importance_sampling_correction:
+        yield from _vespo_reasons(trainer.vllm_importance_sampling_mode)
     yield from refused_settings(trainer)
     yield from _parallelism_reasons(trainer.accelerator)
+
+
+def _vespo_reasons(mode: str) -> Iterator[str]:
+    if not mode.startswith("token"):
+        yield (
+            "the VESPO loss needs `vllm_importance_sampling_mode` token_truncate or token_mask, or "
+            "`vllm_importance_sampling_correction=False`"
+        )
 
 
 def _parallelism_reasons(accelerator: Any) -> Iterator[str]:
