@@ -90,6 +90,7 @@ class Worker:
         self.lanes = Lanes.empty(config.max_rows, self.max_row_pages, device)
         # Shapes of linear layers whose products are ours, on the trainer's side too.
         self.narrow = make_exact(self.twin) if config.exact and on_gpu else {}
+        self._exact_vocab = self.twin.vocab_size
         forward = Forward(
             self.twin,
             self.kv_cache,
@@ -222,6 +223,11 @@ class Worker:
             raise UnsupportedModel(
                 f"the engine was made for {before.num_layers} layers, and the model has "
                 f"{layout.num_layers}; make a new engine"
+            )
+        if self.config.exact and self.twin.vocab_size != self._exact_vocab:
+            raise UnsupportedModel(
+                f"the engine was made exact for {self._exact_vocab} token ids, and the model's "
+                f"embeddings were resized to {self.twin.vocab_size}; make a new engine"
             )
         if (device, layout) != (self.device, before):
             raise UnsupportedModel(

@@ -15,6 +15,8 @@ from rich.console import Console
 from rollout import (
     ConfigError,
     RolloutConfig,
+    RolloutEngine,
+    SamplingParams,
     UnsupportedModel,
     UnsupportedTrainer,
     difference,
@@ -125,6 +127,17 @@ def test_a_float32_head_is_refused(tmp_path):
     trainer = trl_trainer.build(tmp_path, cast_lm_head_to_fp32=True)
     with pytest.raises(UnsupportedTrainer, match="drop `cast_lm_head_to_fp32`"):
         trl_trainer.attach(trainer, EXACT)
+
+
+def test_embeddings_that_are_resized_later_are_refused():
+    """The product of the new head was not looked at, on neither side."""
+    model = tiny.build()
+    with RolloutEngine(model, EXACT) as engine:
+        model.resize_token_embeddings(80, mean_resizing=False)
+        with pytest.raises(
+            UnsupportedModel, match=f"exact for {tiny.VOCAB} token ids.* 80; make a new engine"
+        ):
+            engine.generate([[9]], SamplingParams(max_new_tokens=1))
 
 
 def test_other_words_are_refused():
