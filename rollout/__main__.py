@@ -5,6 +5,7 @@ import sys
 from rich.console import Console
 
 from rollout import bench, difference, doctor
+from rollout.errors import RolloutError
 
 USAGE = """python -m rollout doctor            what the engine finds on this machine
 python -m rollout doctor --exact    whether rollouts equal a trainer's forward, and if not, where
@@ -21,10 +22,16 @@ def main(arguments: list[str]) -> None:
             difference.main(options, console)
         case ["bench", *options]:
             bench.main(options)
+        case ["-h" | "--help"] | ["doctor", "-h" | "--help"]:
+            console.print(USAGE)
         case _:
             console.print(USAGE)
+            sys.stderr.write(f"no such command: {' '.join(arguments)}\n" if arguments else "")
             sys.exit(2)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except RolloutError as error:  # its message says what to change, and a traceback hides it
+        sys.exit(f"{type(error).__name__}: {error}")

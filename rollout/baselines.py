@@ -8,7 +8,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import is_flash_attn_3_available
 
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import RolloutError
 from rollout.support import base_of
 from rollout.workload import Workload
 
@@ -35,8 +35,7 @@ def plain_generate(work: Workload) -> Iterator[tuple[Generate, str]]:
 
 @contextmanager
 def continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
-    """Continuous batching at its best: asynchronous, graphs, one manager kept."""
-    _needs_gpu(work)
+    """Continuous batching at its best: asynchronous, graphs, one manager kept; on a GPU alone."""
     model: Any = base_of(work.model)
     sampling = _sampling(work)
     pages = -(-(work.prompt_tokens + work.new_tokens + 1) // _PAGE)
@@ -77,8 +76,7 @@ def continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
 
 @contextmanager
 def trl_continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
-    """Continuous batching as TRL calls it: a new manager for each call."""
-    _needs_gpu(work)
+    """Continuous batching as TRL calls it: a new manager for each call; on a GPU alone."""
     model: Any = base_of(work.model)
     sampling = _sampling(work)
 
@@ -99,11 +97,6 @@ def _sampling(work: Workload) -> GenerationConfig:
     return GenerationConfig(
         do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=work.new_tokens
     )
-
-
-def _needs_gpu(work: Workload) -> None:
-    if next(work.model.parameters()).device.type != "cuda":
-        raise ConfigError("transformers' continuous batching is measured on a GPU alone")
 
 
 def _attention() -> str:

@@ -27,10 +27,10 @@ from rollout import baselines, timeline
 from rollout.baselines import Generate
 from rollout.doctor import copy_bandwidth
 from rollout.engine_run import engine_run
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, check_count, is_real
 from rollout.telemetry import RolloutStats
 from rollout.trace import tracing
-from rollout.workload import LENGTHS, SHAPES, Workload, build_model
+from rollout.workload import LENGTHS, MODEL_HELP, Workload, build_model
 
 _SHORT, _PROFILED, _TRACED = 2, 34, 130  # new tokens of the runs beside the timed one
 _PICTURE_S = 0.05
@@ -103,6 +103,7 @@ BASELINES: dict[str, Callable[[Workload], AbstractContextManager[tuple[Generate,
     "generate": baselines.plain_generate,
 }
 MODES = (*ENGINE_MODES, *BASELINES)
+GPU_MODES = ("transformers-cb", "trl-cb")
 
 
 def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) -> Measurement:
@@ -213,20 +214,55 @@ def _seconds(run: Callable[[], None]) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rollout bench")
-    parser.add_argument("--model", default="qwen3-0.6b", help=f"{', '.join(SHAPES)}, or a config")
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout bench",
+        description="How fast the engine decodes here, with random weights. On a CPU ask for less "
+        "than the defaults, such as --rows 4 --new-tokens 16.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", default="qwen3-0.6b", help=MODEL_HELP)
+    parser.add_argument("--rows", type=int, default=32, help="completions")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="of each row")
     parser.add_argument("--new-tokens", type=int, default=256, help="of the longest row")
-    parser.add_argument("--lengths", default="fixed", choices=LENGTHS)
+    parser.add_argument(
+        "--lengths",
+        default="fixed",
+        choices=LENGTHS,
+        help="of completions: all as long, or their median a quarter of the longest",
+    )
     parser.add_argument("--kv-gib", type=float, help="most memory for keys and values")
     parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
     parser.add_argument("--fuse-projections", action="store_true", help="see RolloutConfig")
-    parser.add_argument("--on-policy", default="close", choices=("close", "exact"))
+    parser.add_argument(
+        "--on-policy", default="close", choices=("close", "exact"), help="see RolloutConfig"
+    )
     parser.add_argument("--modes", default="two-slot,one-slot", help=f"of {','.join(MODES)}")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     parser.add_argument("--timeline", type=Path, help="picture of what host and device did")
     return parser
+
+
+def _check(options: argparse.Namespace, modes: list[str]) -> None:
+    """Refuse what cannot work before minutes have gone into the modes that can."""
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(f"--modes {mode}: it must be of {', '.join(MODES)}")
+        if mode in GPU_MODES and not torch.cuda.is_available():
+            raise ConfigError(
+                f"--modes {mode}: transformers' continuous batching is measured on a GPU alone; "
+                "leave it out"
+            )
+    for name, least in (("rows", 1), ("prompt-tokens", 1), ("lora-rank", 0)):
+        check_count(ConfigError, f"--{name}", getattr(options, name.replace("-", "_")), least)
+    if options.new_tokens <= _SHORT:
+        raise ConfigError(f"--new-tokens {options.new_tokens}: a step needs at least 3 to be timed")
+    if options.kv_gib is not None and not (is_real(options.kv_gib) and options.kv_gib > 0):
+        raise ConfigError(f"--kv-gib {options.kv_gib}: it must be above 0")
+    for path in filter(None, (options.json, options.timeline)):
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
+    if options.timeline is not None:
+        timeline.open_pyplot()
 
 
 def main(arguments: list[str]) -> None:
@@ -237,10 +273,7 @@ def main(arguments: list[str]) -> None:
     """
     options = _parser().parse_args(arguments)
     modes = options.modes.split(",")
-    if unknown := [mode for mode in modes if mode not in MODES]:
-        raise ConfigError(f"--modes {unknown[0]}: it must be of {', '.join(MODES)}")
-    if options.new_tokens <= _SHORT:
-        raise ConfigError(f"--new-tokens {options.new_tokens}: a step needs at least 3 to be timed")
+    _check(options, modes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work = Workload(
         model=build_model(options.model, device, options.lora_rank),

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from rollout.compiled import decoder_layers
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
+from rollout.errors import ConfigError, check_count
 from rollout.exact import prepare_trainer
 from rollout.sampling_params import SamplingParams
 from rollout.support import base_of
-from rollout.workload import SHAPES, build_model
+from rollout.workload import MODEL_HELP, build_model
 
 _SHOWN = 5
 
@@ -127,13 +128,24 @@ def _compared(trainers: dict[str, Tensor], rollouts: dict[str, Tensor]) -> Itera
 
 
 def main(arguments: list[str], console: Console) -> None:
-    """`python -m rollout doctor --exact`: say whether, and where first."""
-    parser = argparse.ArgumentParser(prog="python -m rollout doctor --exact")
-    parser.add_argument("--model", default="qwen3-0.6b", help=f"{', '.join(SHAPES)}, or a config")
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--lora-rank", type=int, default=0)
+    """`python -m rollout doctor --exact`: say whether, and where first.
+
+    Raises:
+        ConfigError: An argument that cannot work.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout doctor --exact",
+        description="Whether a decode step in exact mode gives the numbers of a trainer's forward, "
+        "module by module, with random weights.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", default="qwen3-0.6b", help=MODEL_HELP)
+    parser.add_argument("--rows", type=int, default=32, help="each of another length")
+    parser.add_argument("--tokens", type=int, default=300, help="of the longest row")
+    parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
     options = parser.parse_args(arguments)
+    for name, least in (("rows", 1), ("tokens", 2), ("lora-rank", 0)):
+        check_count(ConfigError, f"--{name}", getattr(options, name.replace("-", "_")), least)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(options.model, device, options.lora_rank)
     sizes: dict[str, Any] = {"num_rows": options.rows, "num_tokens": options.tokens}
@@ -148,3 +160,5 @@ def main(arguments: list[str], console: Console) -> None:
         how = "compiled: " if compiled else ""
         equal = len(found) - len(unequal)
         console.print(f"{how}{equal} of {len(found)} modules give the trainer's numbers")
+    if device.type == "cpu":
+        console.print("exact mode is for GPUs: on a CPU products round with the number of rows")

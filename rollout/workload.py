@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 LENGTHS = ("fixed", "lognormal")
+MODEL_HELP = f"{', '.join(SHAPES)}, or a name or folder with a config"
 _SIGMA = 0.8  # of the logarithm of a length: the middle half lies within a factor of 3
 
 
@@ -108,7 +109,7 @@ def build_model(name: str, device: torch.device, lora_rank: int = 0) -> nn.Modul
         lora_rank: Rank of unmerged adapters on every linear layer; 0 for none.
 
     Raises:
-        ConfigError: No such shape, and no config under that name.
+        ConfigError: No such shape, and no config under that name, or one of another kind of model.
     """
     if name in SHAPES:
         config = AutoConfig.for_model(**{"max_position_embeddings": 40_960, **SHAPES[name]})
@@ -117,9 +118,12 @@ def build_model(name: str, device: torch.device, lora_rank: int = 0) -> nn.Modul
             config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--model {name}: neither one of {', '.join(SHAPES)} nor a config"
+                f"--model {name}: neither one of {', '.join(SHAPES)} nor a name or folder with a "
+                "config"
             ) from error
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"--model {name}: a {config.model_type} is no causal language model")
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         return _with_adapters(model, lora_rank) if lora_rank else model

@@ -8,8 +8,10 @@ import sys
 import numpy as np
 import pytest
 import tiny
+from rich.console import Console
+from transformers import T5Config
 
-from rollout import ConfigError, bench, timeline, workload
+from rollout import ConfigError, bench, difference, timeline, workload
 from rollout.trace import tracing
 
 
@@ -87,6 +89,13 @@ def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():
         (["--new-tokens", "2"], "--new-tokens 2"),
         (["--modes", "trl-cb"], "on a GPU alone"),
         (["--model", "no/such"], "--model no/such: neither one of qwen3-0.6b, qwen3-8b nor"),
+        (["--rows", "-3"], "--rows=-3: it must be a whole number of at least 1"),
+        (["--prompt-tokens", "0"], "--prompt-tokens=0: it must be"),
+        (["--lora-rank", "-2"], "--lora-rank=-2: it must be a whole number of at least 0"),
+        (["--kv-gib", "nan"], "--kv-gib nan: it must be above 0"),
+        (["--kv-gib", "0"], "--kv-gib 0.0: it must be above 0"),
+        (["--json", "no/such/file"], "no/such/file: there is no folder no/such"),
+        (["--timeline", "no/such/file"], "no/such/file: there is no folder no/such"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -94,8 +103,32 @@ def test_bad_arguments_are_named(arguments, message):
         bench.main(arguments)
 
 
+@pytest.mark.parametrize("option", ["--rows", "--tokens"])
+def test_exact_doctors_bad_arguments_are_named_too(option):
+    with pytest.raises(ConfigError, match=f"^{option}=-1: it must be a whole number"):
+        difference.main([option, "-1"], Console())
+
+
+def test_a_model_of_another_kind_is_named(tmp_path):
+    T5Config(d_model=64, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a t5 is no causal language model"):
+        bench.main(["--model", str(tmp_path)])
+
+
+def rollout_command(*arguments):
+    command = [sys.executable, "-m", "rollout", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_is_asked_wrongly_is_said_in_one_line():
+    result = rollout_command("bench", "--modes", "two-slots")
+    assert result.returncode == 1
+    assert result.stderr.startswith("ConfigError: --modes two-slots: it must be of two-slot")
+    assert "Traceback" not in result.stderr
+
+
 def test_an_unknown_command_prints_what_there_is():
-    command = [sys.executable, "-m", "rollout", "speed"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = rollout_command("speed")
     assert result.returncode == 2
     assert "bench" in result.stdout
+    assert result.stderr == "no such command: speed\n"

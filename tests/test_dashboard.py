@@ -36,6 +36,13 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
         dashboard.main(["--project", "mine"])
 
 
+def test_a_missing_folder_is_said_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "trainers.dashboard", "--json", tmp_path / "no/file"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == f"ConfigError: {tmp_path}/no/file: there is no folder {tmp_path}/no\n"
+
+
 @pytest.mark.parametrize("arguments", [[], ["--project", "mine", "--json", "file"]])
 def test_it_goes_to_a_project_or_a_file(arguments, capsys):
     with pytest.raises(SystemExit):

@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> None:
     """Read the command line, and save the layout in W&B or in a file.
 
     Raises:
-        ConfigError: wandb-workspaces is not installed.
+        ConfigError: wandb-workspaces is not installed, or there is no folder for the file.
     """
     parser = argparse.ArgumentParser(prog="python -m trainers.dashboard")
     where = parser.add_mutually_exclusive_group(required=True)
@@ -149,6 +149,8 @@ def main(arguments: list[str]) -> None:
     where.add_argument("--json", type=Path, help="file to write them to, to be laid out by hand")
     parser.add_argument("--entity", help="user or team of the project")
     options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ConfigError(f"{options.json}: there is no folder {options.json.parent}")
     if options.json is not None:
         options.json.write_text(json.dumps(layout(), indent=2), encoding="utf-8")
     else:
@@ -156,4 +158,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:  # its message says what to do, and a traceback hides it
+        sys.exit(f"{type(error).__name__}: {error}")
