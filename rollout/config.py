@@ -58,8 +58,8 @@ class RolloutConfig:
     """IO slots: 2 overlaps host and device, 1 is the synchronous mode."""
 
     on_policy: str = "close"
-    """`close`: log-probabilities differ from the trainer's by rounding alone. `exact`: on one GPU,
-    not at all; the trainer then attends by the same kernel. See the README."""
+    """`close`: log-probabilities differ from the trainer's by rounding alone. `exact`: on a GPU
+    logits do not differ at all; the trainer then attends by the same kernel. See the README."""
 
     compile_layers: bool | None = None
     """Compile decoder layers, which takes seconds, once. `None`: on a GPU."""
@@ -132,7 +132,8 @@ class RolloutConfig:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: it must be above 0 and at most 1")
         if self.kv_keep not in ("rollout", "always"):
             raise ConfigError(f"kv_keep={self.kv_keep!r}: it must be 'rollout' or 'always'")
-        for name in ("fuse_projections", "entropies", "kept_mass", "progress_bar"):
+        switches = ("fuse_projections", "entropies", "kept_mass", "balance_ranks", "progress_bar")
+        for name in switches:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: it must be True or False")

@@ -37,6 +37,7 @@ class RolloutEngine(EngineLife):
 
     Raises:
         UnsupportedModel: The model cannot run on the engine; the message says why.
+        ConfigError: `config` is something else.
 
     Example:
         ```python
@@ -68,6 +69,8 @@ class RolloutEngine(EngineLife):
 
         Raises:
             RequestError: A prompt, a seed or a sampling parameter cannot be served. Nothing runs.
+            OutOfPages: One row alone needs more KV pages than there can be. Nothing runs.
+            OutOfMemory: The GPU ran out of memory; every row has been given up.
             EngineBusy: Rows given to `submit` are unfinished.
             EnginePaused: The engine is paused.
             EngineClosed: The engine was closed.
@@ -137,6 +140,8 @@ class RolloutEngine(EngineLife):
 
         Raises:
             RequestError: The row cannot be served.
+            OutOfPages: It alone needs more KV pages than there can be.
+            OutOfMemory: The GPU ran out of memory; every row has been given up.
             EnginePaused: The engine is paused.
             EngineClosed: The engine was closed.
         """
@@ -155,6 +160,11 @@ class RolloutEngine(EngineLife):
 
         Returns:
             The rows that finished.
+
+        Raises:
+            OutOfMemory: The GPU ran out of memory.
+            EnginePaused: The engine is paused.
+            EngineClosed: The engine was closed.
         """
         self._check_running()
         try:

@@ -54,6 +54,8 @@ def build_requests(
         sampling = [sampling] * len(prompts)
     seeds = range(len(prompts)) if seeds is None else seeds
     for name, values in (("sampling", sampling), ("seeds", seeds)):
+        if not hasattr(values, "__len__"):
+            raise RequestError(f"{name}={values!r:.80}: it must be one for each prompt")
         if len(values) != len(prompts):
             raise RequestError(f"{len(values)} {name} for {len(prompts)} prompts")
     return [_build_request(*row, limits) for row in zip(prompts, sampling, seeds, strict=True)]
@@ -62,7 +64,12 @@ def build_requests(
 def _build_request(
     prompt: Sequence[int], sampling: SamplingParams, seed: int, limits: Limits
 ) -> Request:
-    tokens = np.array(prompt)  # a copy: the caller may change theirs
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling={sampling!r:.80}: it must be a SamplingParams(...)")
+    try:
+        tokens = np.array(prompt)  # a copy: the caller may change theirs
+    except ValueError:  # lists of unequal lengths within
+        tokens = np.array(["ragged"])
     if tokens.size == 0:
         raise RequestError(
             "empty prompt: a row needs at least one token to start from; drop the prompt, or begin "

@@ -51,6 +51,8 @@ class EngineLife:
         param_dtype: torch.dtype | None = None,
         show_plan: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
+        if not isinstance(config, RolloutConfig | None):
+            raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
         self.config = config or RolloutConfig()
         self.policy_version = 0
         self.stats = RolloutStats()

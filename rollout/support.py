@@ -47,6 +47,8 @@ def check_model(model: nn.Module) -> None:
     Raises:
         UnsupportedModel: The reason, and the way out.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"model={model!r:.80}: it must be a model; load it first")
     for reason in _reasons(model):
         name = type(base_of(model)).__name__
         raise UnsupportedModel(

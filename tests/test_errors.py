@@ -41,6 +41,7 @@ def engine():
         ([1.7, 2], r"prompt \[1.7, 2\]: it must be a flat sequence of token ids"),
         (["a"], "flat sequence"),
         ([[9, 9]], "flat sequence"),
+        ([[9], [9, 9]], r"prompt \[\[9\], \[9, 9\]\]: it must be a flat sequence"),
         ([9] * 252, "a prompt of 252 tokens and max_new_tokens=5 pass the 256 .* max_row_tokens"),
     ],
 )
@@ -64,6 +65,24 @@ def test_counts_that_do_not_match_are_named(engine):
         engine.generate([[9], [9]], FIVE, seeds=[1])
     with pytest.raises(RequestError, match="3 sampling for 2 prompts"):
         engine.generate([[9], [9]], [FIVE] * 3)
+    with pytest.raises(RequestError, match="seeds=3: it must be one for each prompt"):
+        engine.generate([[9]], FIVE, seeds=3)
+    with pytest.raises(RequestError, match="sampling=None: it must be one for each prompt"):
+        engine.generate([[9]], None)
+
+
+def test_sampling_of_another_type_is_named(engine):
+    with pytest.raises(RequestError, match=r"sampling=\{'top_k': 1\}: it must be a SamplingParams"):
+        engine.generate([[9]], [{"top_k": 1}])
+    with pytest.raises(RequestError, match="sampling='max_new_tokens': it must be"):
+        engine.generate([[9]], {"max_new_tokens": 5})
+
+
+def test_an_engine_is_given_a_config_and_a_model():
+    with pytest.raises(ConfigError, match=r"config=\{'max_rows': 4\}: it must be a RolloutConfig"):
+        RolloutEngine(tiny.build(), {"max_rows": 4})
+    with pytest.raises(UnsupportedModel, match="model='some/name': it must be a model"):
+        RolloutEngine("some/name")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +123,7 @@ def test_bad_sampling_is_named(knobs, message):
         ({"progress_bar": math.nan}, "progress_bar=nan"),
         ({"entropies": 1}, "entropies=1: it must be True or False"),
         ({"kept_mass": 1}, "kept_mass=1: it must be True or False"),
+        ({"balance_ranks": "yes"}, "balance_ranks='yes': it must be True or False"),
         ({"compile_layers": 1}, "compile_layers=1: it must be True, False or None"),
         ({"on_policy": "near"}, "on_policy='near': it must be 'close' or 'exact'"),
     ],
