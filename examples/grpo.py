@@ -75,6 +75,10 @@ def build_trainer(
         dataset, reward = run_length.build_dataset(args.seed), run_length.reward
     else:
         dataset, reward = load_dataset(script.dataset, split="train"), accuracy_reward
+        if missing := {"prompt", "solution"} - set(dataset.column_names):
+            sys.exit(
+                f"{script.dataset} has no column {' and none '.join(sorted(missing))}; see --help"
+            )
     trainer = trainer_class(
         model=model,
         reward_funcs=reward,
@@ -89,13 +93,15 @@ def build_trainer(
 
 
 def summarise(trainer: GRPOTrainer) -> float:
-    """Print what the run did; returns by how much the mean reward rose."""
+    """Print what the run did, once for all ranks; returns by how much the mean reward rose."""
     log = trainer.state.log_history
 
     def values(name: str) -> list[float]:
         return [entry[name] for entry in log if name in entry]
 
     rewards, runtime = values("reward"), values("train_runtime")[0]
+    if not rewards:
+        sys.exit("No step was made: the dataset has fewer prompts than a batch.")
     first, last = mean(rewards[:WINDOW]), mean(rewards[-WINDOW:])
     table = Table(title=trainer._name, show_header=False)
     table.add_column(no_wrap=True)
@@ -114,7 +120,8 @@ def summarise(trainer: GRPOTrainer) -> float:
     table.add_row("training time", f"{runtime:.0f} s")
     if wandb.run is not None:
         table.add_row("W&B run folder", os.path.relpath(os.path.dirname(wandb.run.dir)))
-    Console().print(table)
+    if trainer.accelerator.is_main_process:
+        Console().print(table)
     return last - first
 
 

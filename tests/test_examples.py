@@ -37,6 +37,13 @@ def model_and_dataset(folder):
     return ["--model", folder / "model", "--dataset", folder / "data"]
 
 
+def dataset_of_one_row(folder, column):
+    """Fewer than a batch, in a folder of the column's name."""
+    (folder / column).mkdir()
+    (folder / column / "train.jsonl").write_text(json.dumps({column: "a*1=", "solution": "a"}))
+    return folder / column
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Of all runs but the demo's, which share what they import."""
@@ -49,6 +56,8 @@ def outcomes(tmp_path_factory):
         "no gain": training("--required_gain", "0.9", "--report_to", "none"),
         "trl": training("--rollouts", "trl", *SILENT),
         "unknown": training("--max_row", "3", "--report_to", "none"),
+        "no prompt": training("--dataset", dataset_of_one_row(folder, "question"), *SILENT),
+        "no step": training("--dataset", dataset_of_one_row(folder, "prompt"), *SILENT),
     }
     shared = environment(folder) | {"PYTHONPATH": f"{ROOT}:{EXAMPLES}"}
     return forked.run_all(folder, ["ppo", "generate"], commands, shared)
@@ -110,6 +119,18 @@ def test_an_unknown_argument_is_refused(outcomes):
     result = outcomes["unknown"]
     assert result.returncode != 0
     assert "max_row" in result.stderr
+
+
+def test_a_dataset_without_a_column_is_refused(outcomes):
+    result = outcomes["no prompt"]
+    assert result.returncode == 1
+    assert "question has no column prompt; see --help" in result.stderr
+
+
+def test_a_run_without_a_step_says_so(outcomes):
+    result = outcomes["no step"]
+    assert result.returncode == 1
+    assert "No step was made" in result.stderr
 
 
 @pytest.mark.parametrize(
