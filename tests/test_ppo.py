@@ -457,6 +457,10 @@ def test_arguments_have_help_on_a_command_line_and_grpos_keep_theirs():
         ({"critic": "none"}, "critic is 'none', not one of"),
         ({"value_lr_scheduler_type": "polynomial"}, "value_lr_scheduler_type is 'polynomial'"),
         ({"value_warmup_steps": 5, "weight_decay": 0.1}, "weight_decay"),
+        ({"value_epochs": 0}, "value_epochs=0: it must be a whole number of at least 1"),
+        ({"value_mini_batches": 1.5}, "value_mini_batches=1.5: it must be"),
+        ({"value_warmup_steps": -1}, "value_warmup_steps=-1: it must be"),
+        ({"gamma": "1"}, "gamma is '1', not a number"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(tmp_path, arguments, message):

@@ -19,6 +19,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
     Raises:
         UnsupportedTrainer: The trainer's settings; the message says what to change.
         UnsupportedModel: The model; likewise.
+        ConfigError: `rollout` is something else.
 
     Example:
         ```python

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from trl import GRPOConfig, TrlParser
 
+from rollout.errors import ConfigError, check_count, is_real
 from trainers.advantages import KLEstimator
 from trainers.arguments import add_help
 from trainers.critic import CriticSettings, ValueSchedule
@@ -35,6 +36,8 @@ RENAMED = {
     "exp_name": "run_name",
 }
 Truncation = Literal["zero", "bootstrap"]
+_NUMBERS = ("gamma", "lam", "lam_value", "kl_coef")
+_COUNTS = {"value_epochs": 1, "value_mini_batches": 1, "value_warmup_steps": 0}
 _CHOICES = {
     "critic": CriticKind,
     "kl_estimator": KLEstimator,
@@ -169,6 +172,11 @@ class RolloutPPOConfig(GRPOConfig):
             raise ValueError("kl_coef has the divergence in the reward, beta in the loss; drop one")
         if self.value_warmup_steps and self.weight_decay:
             raise ValueError("weight_decay would change the policy during value_warmup_steps")
+        for name in _NUMBERS:
+            if not is_real(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not a number")
+        for name, least in _COUNTS.items():
+            check_count(ConfigError, name, getattr(self, name), least)
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not one of {get_args(kind)}")
