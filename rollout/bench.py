@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rollout bench",
         description="How fast the engine decodes here, with random weights. On a CPU ask for less "
-        "than the defaults, such as --rows 4 --new-tokens 16.",
+        "than the defaults, such as --rows 1 --prompt-tokens 8 --new-tokens 8.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", default="qwen3-0.6b", help=MODEL_HELP)
