@@ -9,7 +9,6 @@ of a row's tokens so far, a row and step.
 import argparse
 import json
 import shlex
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -28,11 +28,12 @@ from rollout.baselines import Generate
 from rollout.doctor import copy_bandwidth
 from rollout.engine_run import engine_run
 from rollout.errors import ConfigError, check_count, is_real
+from rollout.kernel_share import kernel_share
 from rollout.telemetry import RolloutStats
 from rollout.trace import tracing
 from rollout.workload import LENGTHS, MODEL_HELP, Workload, build_model
 
-_SHORT, _PROFILED, _TRACED = 2, 34, 130  # new tokens of the runs beside the timed one
+_SHORT, _TRACED = 2, 130  # new tokens of the runs beside the timed one
 _PICTURE_S = 0.05
 _NAN = float("nan")
 _NO_ENGINE = dict.fromkeys(("busy_share", "host_us", "h2d_bytes", "num_graphs"), _NAN)
@@ -114,7 +115,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
             numbers = _time(work, generate, began, lambda: work.new_tokens)
             # A manager made anew for each call runs more than its steps.
             kept = mode != "trl-cb"
-            share = _kernel_share(work, generate, numbers["step_ms"] / 1e3) if kept else _NAN
+            share = kernel_share(work, generate, numbers["step_ms"] / 1e3) if kept else _NAN
             rest = {"kernel_share": share, **_NO_ENGINE}
             return Measurement(**numbers, **rest, attention=attention, spent="-")
     with engine_run(work, ENGINE_MODES[mode]) as run:
@@ -129,7 +130,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
         return Measurement(
             **numbers,
             busy_share=decoding.busy_share("compute"),
-            kernel_share=_kernel_share(work, run.generate, step_s),
+            kernel_share=kernel_share(work, run.generate, step_s),
             host_us=host_us,
             h2d_bytes=_slope(traced, whole),
             num_graphs=engine.worker.graphs.num_captured,
@@ -170,39 +171,6 @@ def _time(
         "peak_gib": peak,
         "warmup_s": first_s - prefill_s,
     }
-
-
-def _kernel_share(work: Workload, generate: Generate, step_s: float) -> float:
-    """Share of a decode step in which at least one kernel runs.
-
-    A profiler slows steps down and kernels not, so that the time inside kernels is the profiler's
-    and the time of a step is not.
-    """
-    if not torch.cuda.is_available():
-        return _NAN
-    steps = min(_PROFILED, work.new_tokens) - _SHORT
-    short, long = (_kernels(partial(generate, [n + _SHORT] * work.rows)) for n in (0, steps))
-    # Prefill first, then steps of as many kernels each: the last half of them is steps alone.
-    a_step = (len(long) - len(short)) // steps
-    if a_step < 1:
-        return _NAN
-    last = timeline.Timeline(long[-a_step * (steps // 2) :])
-    return last.busy_s("compute") / (steps // 2) / step_s
-
-
-def _kernels(run: Callable[[], None]) -> list[timeline.Interval]:
-    """Every kernel that ran, by start."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            _seconds(run)
-        profile.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    ran = timeline.Timeline()
-    for event in events:
-        if event.get("cat") == "kernel":
-            start, stop = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-            ran.intervals.append(timeline.Interval("compute", event["name"], start, stop))
-    return ran.on("compute")
 
 
 def _seconds(run: Callable[[], None]) -> float:
@@ -291,11 +259,16 @@ def main(arguments: list[str]) -> None:
     facts = _facts(arguments, work)
     Console(width=110).print(_table(facts, found))
     if options.json is not None:
-        numbers = {mode: asdict(measurement) for mode, measurement in found.items()}
+        numbers = {mode: _plain(measurement) for mode, measurement in found.items()}
         options.json.write_text(json.dumps({**facts, "modes": numbers}, indent=2))
     if options.timeline is not None and timelines:
         pictured = {mode: kept.decoding().middle(_PICTURE_S) for mode, kept in timelines.items()}
         timeline.draw(pictured, options.timeline)
+
+
+def _plain(measurement: Measurement) -> dict[str, Any]:
+    """What JSON has of a measurement: it knows no `nan`."""
+    return {name: None if value != value else value for name, value in asdict(measurement).items()}
 
 
 def _facts(arguments: list[str], work: Workload) -> dict[str, str]:

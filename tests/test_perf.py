@@ -16,10 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, bench
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.device_stats import NoMeter
 from rollout.doctor import copy_bandwidth
 from rollout.engine_run import engine_run
+from rollout.kernel_share import kernel_share
 from rollout.stamps import Stamps
 from rollout.trace import tracing
 from rollout.trainer_attention import EXACT_ATTENTION, exact_attention
@@ -197,7 +198,7 @@ def test_stamps_and_a_profiler_agree_on_how_busy_the_device_is(model, num_slots)
             run.generate(work.row_tokens)
         stats, decoding = run.engine.stats, timeline.decoding()
         step_s = decoding.span_s("compute") / len(decoding.on("compute"))
-        in_kernel = bench._kernel_share(work, run.generate, step_s)
+        in_kernel = kernel_share(work, run.generate, step_s)
     in_batch, whole = decoding.busy_share("compute"), stats.attribution.busy_s / stats.duration_s
     print(
         f"{num_slots} slots: inside a batch {in_batch:.1%} of decoding by the timeline and "
