@@ -7,7 +7,7 @@ size, L lanes, P pages of a row.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class PagedAttention:
         segments: What is prefilled; `None` where every token is a row of its own (decode).
         runs_N4: The same on the device: lane, first packed token, tokens, first position, int64.
         exact: Attend as the trainer does in exact mode, by one kernel alone.
+        stored: Layers that have written their keys and values in the forward that runs.
     """
 
     kv_cache: KVCache
@@ -49,6 +50,7 @@ class PagedAttention:
     segments: Sequence[Segment] | None = None
     runs_N4: Tensor | None = None
     exact: bool = False
+    stored: set[int] = field(default_factory=set, compare=False)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -57,6 +59,7 @@ class PagedAttention:
         Beside the model, not through it: a compiled layer would be compiled once for each
         combination of what it is handed.
         """
+        self.stored.clear()
         token = _active.set(self)
         try:
             yield
@@ -171,6 +174,13 @@ def _attend_and_store(
             f"layers {layout.num_kv_heads} of {layout.head_dim}; one page cannot hold both"
         )
     index = int(layer)
+    if index in paged.stored:
+        raise UnsupportedModel(
+            f"layer {index} attends more than once in one forward (a looped model, or differential "
+            "attention), and its pages hold one set of keys and values; such a model cannot run on "
+            "the engine"
+        )
+    paged.stored.add(index)
     options: dict[str, Any] = {
         "scale": scale,
         "window": window,
@@ -194,11 +204,26 @@ def _(query_THD: Tensor, *others: Any) -> Tensor:
 def number_layers(base: nn.Module) -> None:
     """Tell each attention layer which cache is its own: `layer_idx`, as a tensor on the CPU.
 
-    A number would be compiled into the layer, and each layer compiled for itself.
+    A number would be compiled into the layer, and each layer compiled for itself. `mask_window` is
+    the window that the mask of the trainer's forward has there.
     """
+    module: Any  # whose attributes are anybody's
     for module in base.modules():
         if isinstance(index := getattr(module, "layer_idx", None), int):
             module.kv_layer = torch.tensor(index)
+            module.mask_window = _mask_window(getattr(module, "config", None), index)
+
+
+def _mask_window(config: Any, index: int) -> int | None:
+    """Tokens that transformers' mask lets a layer see; `None` where it sees whole sequences."""
+    types = getattr(config, "layer_types", None)
+    if types and types[index : index + 1] != ["sliding_attention"]:
+        return None
+    if per_layer := getattr(config, "per_layer_config", None):
+        config = per_layer[min(index, len(per_layer) - 1)]
+    window = getattr(config, "sliding_window", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    return None if not window or (longest and window >= longest) else int(window)
 
 
 def paged_attention_forward(
@@ -242,6 +267,17 @@ def paged_attention_forward(
         raise UnsupportedModel(
             f"{type(module).__name__} passes {asked or ['attention_mask']} to its attention, which "
             "paged attention does not know; such a model cannot run on the engine"
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(
+            f"{type(module).__name__} lets tokens attend to later ones (`is_causal` is False), so "
+            "it cannot generate from the KV of earlier ones; such a model cannot run on the engine"
+        )
+    if sliding_window is None and module.mask_window is not None:
+        raise UnsupportedModel(
+            f"the config of {type(module).__name__} has a sliding window of {module.mask_window} "
+            "tokens, which it does not pass to its attention; such a model cannot run on the "
+            "engine, unless `sliding_window` is None or no less than `max_position_embeddings`"
         )
     # Under autocast the trainer's attention computes in the dtype of its values.
     query_THD = query[0].transpose(0, 1).to(value.dtype).contiguous()

@@ -99,6 +99,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "it takes images or audio; load its text model alone (AutoModelForCausalLM)"
     yield from _quantisation_reasons(model)
     yield from _attention_reasons(config)
+    yield from _position_reasons(base)
     yield from _rope_reasons(config)
     yield from _adapter_reasons(getattr(model, "peft_config", {}).values())
     if not getattr(base, "_supports_attention_backend", False):
@@ -132,6 +133,13 @@ def _attention_reasons(config: Any) -> Iterator[str]:
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
         yield f"it has {', '.join(sorted(others))} layers; only full and sliding attention run"
+    # Gemma 4's full attention has heads of its own, which its config says layer by layer alone.
+    layers = list(getattr(config, "per_layer_config", None) or [config])
+    for name in ("head_dim", "num_key_value_heads"):
+        sizes = dict.fromkeys(str(getattr(layer, name, None)) for layer in layers)
+        if len(sizes) > 1:
+            yield f"its layers have unequal {name} ({', '.join(sizes)}); one page cannot hold both"
+    config = layers[0]
     if getattr(config, "kv_lora_rank", None):
         yield "its multi-head latent attention (MLA) has unequal key and value head sizes"
     elif getattr(config, "v_head_dim", None) not in (None, getattr(config, "head_dim", None)):
@@ -140,6 +148,14 @@ def _attention_reasons(config: Any) -> Iterator[str]:
         yield f"its head size is {config.head_dim}, and {_MAX_HEAD_DIM} is the largest that runs"
     if getattr(config, "num_kv_shared_layers", 0):
         yield f"{config.num_kv_shared_layers} of its layers share the KV cache of others"
+
+
+def _position_reasons(base: nn.Module) -> Iterator[str]:
+    """A row is packed between others, so a model has to go by the positions that it is given."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
+        yield "it numbers positions by the padding token's id (RoBERTa's way), not as it is given"
+    if getattr(base.config, "attn_temperature_tuning", False):
+        yield "its `attn_temperature_tuning` counts positions itself, not as it is given"
 
 
 def _rope_reasons(config: Any) -> Iterator[str]:

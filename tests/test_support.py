@@ -41,6 +41,22 @@ def test_models_are_refused_by_config(changes, message):
         check_model(model)
 
 
+TINY = {
+    "vocab_size": tiny.VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+HEADS = {"num_key_value_heads": 2}
+WINDOW = {**TINY, **HEADS, "sliding_window": 5}
+WINDOW_UNTOLD = "has a sliding window of 5 tokens, which it does not pass to its attention"
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
 def real_config(name, **changes):
     return AutoConfig.for_model(name, **changes)
 
@@ -51,6 +67,13 @@ def real_config(name, **changes):
         ("deepseek_v3", {"kv_lora_rank": 16}, "MLA"),
         ("llama4_text", {}, "chunked_attention"),
         ("qwen3_next", {}, "linear_attention"),
+        ("gemma4_text", TINY, r"unequal head_dim \(16, 512\); one page cannot"),
+        ("roberta", {**TINY, "is_decoder": True}, "positions by the padding token's id"),
+        (
+            "llama4_text",
+            {**TINY, "layer_types": ["full_attention"] * 2},
+            "`attn_temperature_tuning` counts positions itself",
+        ),
     ],
 )
 def test_real_families_that_cannot_run_are_refused(name, changes, message):
@@ -59,6 +82,37 @@ def test_real_families_that_cannot_run_are_refused(name, changes, message):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModel, match=message):
         check_model(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("bert", TINY, "BertSelfAttention lets tokens attend to later ones"),
+        ("gemma", {**TINY, **HEADS, "use_bidirectional_attention": True}, "attend to later ones"),
+        ("diffllama", {**TINY, **HEADS}, "layer 0 attends more than once in one forward"),
+        ("phimoe", {**WINDOW, **EXPERTS}, f"PhimoeAttention {WINDOW_UNTOLD}"),
+        ("smollm3", {**WINDOW, "layer_types": ["sliding_attention"] * 2}, WINDOW_UNTOLD),
+    ],
+)
+def test_real_families_are_refused_when_they_run(name, changes, message):
+    """What their layers ask of attention is not in the config, so it shows in their forward."""
+    model = AutoModelForCausalLM.from_config(real_config(name, **changes))
+    with RolloutEngine(model) as engine, pytest.raises(UnsupportedModel, match=message):
+        engine.generate([[9, 10]], SamplingParams(max_new_tokens=2))
+
+
+def test_windows_that_no_row_outgrows_need_not_be_passed():
+    changes = {**WINDOW, **EXPERTS, "sliding_window": 64}
+    model = AutoModelForCausalLM.from_config(real_config("phimoe", **changes))
+    with RolloutEngine(model) as engine:
+        tiny.assert_on_policy(engine, model)
+
+
+def test_layers_that_a_config_lists_one_by_one_run_if_their_pages_are_alike():
+    config = real_config("gemma4_text", **TINY, **HEADS, global_head_dim=16, sliding_window=5)
+    model = AutoModelForCausalLM.from_config(config)
+    with RolloutEngine(model) as engine:
+        tiny.assert_on_policy(engine, model)
 
 
 def test_multimodal_models_are_refused():
