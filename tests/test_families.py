@@ -1,0 +1,109 @@
+"""Every causal language model of transformers, made tiny, gives its own numbers or is refused."""
+
+import inspect
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout.support import check_model
+
+ENGINE = RolloutConfig(max_rows=3, page_tokens=4, prefill_tokens=7)
+SAMPLING = [SamplingParams(max_new_tokens=9, temperature=t) for t in (1.0, 0.7, 2.0, 1.3)]
+MOST_PARAMETERS = 30_000_000
+
+# Those that have to run, as in transformers 5.24.
+NAMES = """
+    afmoe apertus apertus1p5_text arcee aria_text beam bitnet cohere cohere2 cohere2_moe ctrl
+    cwm ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2
+    gemma3_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 kolibri1 laguna lfm2 llama mellum minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
+    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3
+    solar_open starcoder2 vaultgemma
+"""
+RUN = set(NAMES.split())
+# Under whatever name a family has its sizes.
+SIZES: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 5,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("n_embd", "d_model", "word_embed_proj_dim"), 48),
+    **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size"), 64),
+    **dict.fromkeys(("n_head", "num_heads"), 4),
+    **dict.fromkeys(("n_layer", "num_layers"), 3),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": tiny.VOCAB,
+    "n_positions": 256,
+}
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    usual = AutoConfig.for_model(name)
+    kind = type(usual)
+    known = {*inspect.signature(kind.__init__).parameters, *kind.__annotations__}
+    sizes = {size: value for size, value in SIZES.items() if size in known}
+    if getattr(usual, "sliding_window", 0) is None:
+        del sizes["sliding_window"]  # by default it has none
+    shape = dict(tiny._SHAPE)
+    if not hasattr(usual, "num_key_value_heads"):
+        del shape["num_key_value_heads"]
+    return kind(**{**shape, **sizes})
+
+
+@torch.no_grad()
+def build(name: str) -> PreTrainedModel:
+    """A random model whose every parameter is felt."""
+    config = config_of(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    check_model(model)
+    assert sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for key, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(4.0)
+        elif key.endswith(("bias", "sinks")):
+            parameter.uniform_(-0.5, 0.5)
+    model(torch.tensor([[9, 10, 11]]))
+    return model
+
+
+def largest_gap(model: PreTrainedModel) -> float:
+    prompts = tiny.prompts(len(SAMPLING), longest=20, seed=3)
+    with RolloutEngine(model, ENGINE) as engine:
+        completions = engine.generate(prompts, SAMPLING)
+    gaps = []
+    for prompt, completion, how in zip(prompts, completions, SAMPLING, strict=True):
+        wanted = tiny.logprobs(model, prompt, completion.token_ids, how.temperature)
+        gaps.append((wanted - torch.tensor(completion.logprobs)).abs().max().item())
+    return max(gaps)
+
+
+@pytest.mark.parametrize("name", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_a_family_gives_its_own_numbers_or_is_refused(name):
+    try:
+        model = build(name)
+    except UnsupportedModel:
+        assert name not in RUN
+        return
+    except Exception:  # configs check themselves in many ways
+        if name in RUN:
+            raise
+        pytest.skip("cannot be made this small")
+    try:
+        gap = largest_gap(model)
+    except UnsupportedModel:
+        assert name not in RUN
+    else:
+        assert gap < 2e-5
