@@ -27,7 +27,7 @@ from rollout import baselines, timeline
 from rollout.baselines import Generate
 from rollout.doctor import copy_bandwidth
 from rollout.engine_run import engine_run
-from rollout.errors import ConfigError, check_count, is_real
+from rollout.errors import ConfigError, check_options, is_real
 from rollout.kernel_share import kernel_share
 from rollout.telemetry import RolloutStats
 from rollout.trace import tracing
@@ -220,8 +220,7 @@ def _check(options: argparse.Namespace, modes: list[str]) -> None:
                 f"--modes {mode}: transformers' continuous batching is measured on a GPU alone; "
                 "leave it out"
             )
-    for name, least in (("rows", 1), ("prompt-tokens", 1), ("lora-rank", 0)):
-        check_count(ConfigError, f"--{name}", getattr(options, name.replace("-", "_")), least)
+    check_options(options, rows=1, prompt_tokens=1, lora_rank=0)
     if options.new_tokens <= _SHORT:
         raise ConfigError(f"--new-tokens {options.new_tokens}: a step needs at least 3 to be timed")
     if options.kv_gib is not None and not (is_real(options.kv_gib) and options.kv_gib > 0):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rollout.compiled import decoder_layers
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
-from rollout.errors import ConfigError, check_count
+from rollout.errors import check_options
 from rollout.exact import prepare_trainer
 from rollout.sampling_params import SamplingParams
 from rollout.support import base_of
@@ -144,8 +144,7 @@ def main(arguments: list[str], console: Console) -> None:
     parser.add_argument("--tokens", type=int, default=300, help="of the longest row")
     parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
     options = parser.parse_args(arguments)
-    for name, least in (("rows", 1), ("tokens", 2), ("lora-rank", 0)):
-        check_count(ConfigError, f"--{name}", getattr(options, name.replace("-", "_")), least)
+    check_options(options, rows=1, tokens=2, lora_rank=0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(options.model, device, options.lora_rank)
     sizes: dict[str, Any] = {"num_rows": options.rows, "num_tokens": options.tokens}

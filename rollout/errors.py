@@ -96,6 +96,17 @@ def check_count(error: type[RolloutError], name: str, value: Any, least: int = 1
         raise error(f"{name}={value!r}: it must be a whole number of at least {least}")
 
 
+def check_options(options: Any, **least: int) -> None:
+    """Raise `ConfigError` unless these options of a command line are counts of at least so much.
+
+    Args:
+        options: What the command line was parsed to.
+        least: By the option's name in it.
+    """
+    for name, count in least.items():
+        check_count(ConfigError, f"--{name.replace('_', '-')}", getattr(options, name), count)
+
+
 def is_real(value: Any) -> bool:
     """Whether `value` is a finite number; a bool is not."""
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -113,8 +113,6 @@ class Batch:
         restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.
         num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
         num_preempted: Rows that lost their lane for want of pages.
-        returned: Lanes of admitted rows that had lost theirs.
-        num_parked: Rows that have lost theirs, and still wait for one.
         draw: What the draws of its rows take.
     """
 
@@ -130,8 +128,6 @@ class Batch:
     restores: Ints
     num_shared: int
     num_preempted: int
-    returned: Sequence[int] = ()
-    num_parked: int = 0
     draw: Draw = Draw.PLAIN
 
     @property

@@ -247,10 +247,10 @@ class Twin:
         self._shadow.clear()
         self._base = copied(live)
         config: Any = self._base.config
-        experts_wait = self.device.type == "cuda" and config.dtype == torch.bfloat16
+        grouped = self.device.type == "cuda" and config.dtype == torch.bfloat16
         for each in configs_of(self._base):
             each._attn_implementation = PAGED_ATTENTION
-            if experts_wait:
+            if grouped:
                 # The one way through a Mixture of Experts that waits for nothing on the host.
                 each._experts_implementation = "grouped_mm"
         # A step wants logits in a named output, and nothing recorded on the way.
