@@ -2,8 +2,10 @@
 
 import json
 import tempfile
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,26 +33,27 @@ def kernel_share(work: Workload, generate: Generate, step_s: float) -> float:
     if not torch.cuda.is_available():
         return float("nan")
     steps = min(_LONG, work.new_tokens) - _SHORT
-    short, long = (_kernels(partial(generate, [n + _SHORT] * work.rows)) for n in (0, steps))
+    short, long = (kernel_events(partial(generate, [n + _SHORT] * work.rows)) for n in (0, steps))
     # Prefill first, then steps of as many kernels each: the last half of them is steps alone.
     a_step = (len(long) - len(short)) // steps
     if a_step < 1:
         return float("nan")
-    last = Timeline(long[-a_step * (steps // 2) :])
+    last = kernels(long[-a_step * (steps // 2) :])
     return last.busy_s("compute") / (steps // 2) / step_s
 
 
-def _kernels(run: partial[None]) -> list[Interval]:
-    """Every kernel that ran, by start."""
+def kernel_events(run: Callable[[], None]) -> list[dict[str, Any]]:
+    """Every kernel of a run by start, as Chrome's trace format has it: `ts` and `dur` in us."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run()
             torch.cuda.current_stream().synchronize()  # SYNC: until all of it has been recorded
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    ran = Timeline()
-    for event in events:
-        if event.get("cat") == "kernel":
-            start, stop = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-            ran.intervals.append(Interval("compute", event["name"], start, stop))
-    return ran.on("compute")
+    return sorted((e for e in events if e.get("cat") == "kernel"), key=lambda event: event["ts"])
+
+
+def kernels(events: Iterable[dict[str, Any]]) -> Timeline:
+    """Kernels of a profiler, as work of the device."""
+    spans = ((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in events)
+    return Timeline([Interval("compute", "kernel", start, stop) for start, stop in spans])

@@ -2,9 +2,9 @@
 
 No test: what examples/README.md says of several GPUs was measured by it. From the environment:
 
-PROMPTS=32     train on so many different prompts
-SPREAD=10,320  completions of the prompts end by 10, 20, 40, .. 320 of the model's EOS ids, so that
-               prompts differ in length
+PROMPTS=0:32   train on these different prompts
+MEDIAN=1500    lengths are drawn: half of the prompts have a median of more, in a log-normal
+               distribution (sigma 0.7), and the completions of one likewise about its own (0.4)
 SHORT_LOSS=64  score and train the first so many tokens of each completion; rollouts are whole
 FAIL_RANK=1    that rank's second rollout raises, before weights are gathered; with FAIL_LATE=1
                while rows decode
@@ -14,10 +14,10 @@ CPU_FSDP=1     shard on a CPU
 import json
 import os
 import time
-from dataclasses import replace
 from statistics import mean
 
 import grpo
+import numpy as np
 import run_length
 import torch
 import trl_trainer
@@ -30,21 +30,18 @@ ENV, GIB = os.environ, 2**30
 RANK, SHORT, FAIL = (
     int(ENV.get(n, d)) for n, d in (("RANK", 0), ("SHORT_LOSS", 0), ("FAIL_RANK", -1))
 )
-SPREAD = [int(n) for n in ENV.get("SPREAD", "").split(",") if n]
+MEDIAN = int(ENV.get("MEDIAN", 0))
 ON_GPU = torch.cuda.is_available()
 ROLLOUTS, FOUND = [], {"rank": RANK}
-THE = {"prompts": {}}
+THE = {}
 
 
 def prompts(seed, size=2048, build=run_length.build_dataset):
-    """So many different prompts; all of them where PROMPTS is not set."""
-    rows, wanted = build(seed, size), int(ENV.get("PROMPTS", 0))
+    """Those of PROMPTS; all that are different where it is not set."""
+    rows = build(seed, size)
     firsts = {row["prompt"]: index for index, row in reversed(list(enumerate(rows)))}
-    rows = rows.select(sorted(firsts.values())[:wanted]) if wanted else rows
-    known = THE["prompts"]
-    for text in rows["prompt"]:
-        known.setdefault(tuple(run_length.VOCAB[letter] for letter in text), len(known))
-    return rows
+    wanted = slice(*(int(n) for n in ENV["PROMPTS"].split(":"))) if "PROMPTS" in ENV else slice(0)
+    return rows.select(sorted(firsts.values())[wanted]) if wanted.stop else rows
 
 
 def reward(completion_ids, **columns):
@@ -66,23 +63,45 @@ class Trainer(GRPOTrainer):
         return prompt_ids, ids, mask, texts, logprobs, *rest
 
 
+class DrawnLengths:
+    """Rows of a scheduler end where it is drawn, in place of a random EOS."""
+
+    def __init__(self, scheduler):
+        self._adds, self._commits = scheduler.add, scheduler.commit
+        scheduler.add, scheduler.commit = self._add, self._commit
+        self._left, self._eos = np.zeros(0, np.int64), 0
+
+    def _add(self, requests):
+        ids = self._adds(requests)
+        self._left = np.pad(self._left, (0, ids[-1] + 1 - len(self._left)))
+        self._left[ids] = [length(request) for request in requests]
+        self._eos = requests[0].sampling.eos_token_ids[0]
+        return ids
+
+    def _commit(self, batch, tokens, scores):
+        self._left[batch.rows] -= 1
+        others = np.where(tokens == self._eos, self._eos + 1, tokens)
+        return self._commits(batch, np.where(self._left[batch.rows] < 1, self._eos, others), scores)
+
+
+def length(request):
+    """Of a completion: the same on whichever rank it is generated."""
+    prompt = request.prompt.tolist()
+    between = np.random.default_rng(prompt).normal(0, 0.7)
+    within = np.random.default_rng([*prompt, request.seed]).normal(0, 0.4)
+    return max(1, int(MEDIAN * np.exp(between + within)))
+
+
 class Generator(grpo.RolloutGenerator):
     def attach(self, trainer):
         super().attach(trainer)
         THE["before"] = digest(trainer.model)
         peak("torch_gib_begin", FOUND)
         self._generates, self._sleeps = self.engine.generate, self.engine.sleep
+        if MEDIAN:
+            DrawnLengths(self.engine.scheduler)
         self.engine.generate, self.engine.sleep = self._timed, self._seen
         return self
-
-    def _sampling(self, prompt):
-        sampling = super()._sampling(prompt)
-        if not SPREAD:
-            return sampling
-        first, last = SPREAD
-        place = THE["prompts"][tuple(token for token in prompt if token > 3)]
-        ends = sampling.eos_token_ids[-(first << place % (last // first).bit_length()) :]
-        return replace(sampling, eos_token_ids=ends)
 
     def _timed(self, *args, **kwargs):
         if RANK == FAIL and len(ROLLOUTS) == 1:

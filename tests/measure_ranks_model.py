@@ -1,9 +1,8 @@
-"""python tests/measure_ranks_model.py FOLDER NUM_EOS: random weights in the shape of Qwen3-1.7B.
+"""python tests/measure_ranks_model.py FOLDER: random weights in the shape of Qwen3-1.7B.
 
 SHAPE=tiny: small.
 
-Its tokenizer is that of examples/run_length.py with words that no text has, of which the last
-NUM_EOS end a completion: a row of random draws then has a geometric length.
+Its tokenizer is that of examples/run_length.py with words that no text has.
 """
 
 import json
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout import workload
 
-folder, num_eos = sys.argv[1], int(sys.argv[2])
+folder = sys.argv[1]
 full = {**workload.SHAPES["qwen3-0.6b"], "hidden_size": 2048, "intermediate_size": 6144}
 tiny = {**full, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 tiny |= {"vocab_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -37,12 +36,10 @@ tokenizer = PreTrainedTokenizerFast(
     padding_side="left",
     **{name: getattr(small, name) for name in ("pad_token", "eos_token", "bos_token", "unk_token")},
 )
-ends = list(range(shape["vocab_size"] - num_eos, shape["vocab_size"]))
 for config in (model.config, model.generation_config):
     config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
-model.config.eos_token_id = tokenizer.eos_token_id
-model.generation_config.eos_token_id = ends
+    config.eos_token_id = tokenizer.eos_token_id
 model.save_pretrained(folder)
 tokenizer.save_pretrained(folder)
 size = sum(parameter.numel() for parameter in model.parameters())
-sys.stdout.write(f"{size:,} parameters, {num_eos} of {len(tokenizer):,} words end a completion\n")
+sys.stdout.write(f"{size:,} parameters, {len(tokenizer):,} words\n")
