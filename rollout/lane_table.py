@@ -11,6 +11,7 @@ from rollout.prefixes import page_keys
 from rollout.prompts import Prompts
 from rollout.request import Floats, Ints
 from rollout.row import Row
+from rollout.sampling_params import Draw
 from rollout.stop_strings import StopStrings
 from rollout.token_log import TokenLog, extend
 
@@ -53,7 +54,7 @@ class LaneTable:
         self.expected_new = np.zeros(num_lanes, np.int64)
         self.num_pages = np.zeros(num_lanes, np.int64)
         self.age = np.zeros(num_lanes, np.int64)
-        self.draw = np.zeros(num_lanes, np.int64)
+        self._draw = np.full(num_lanes, Draw.PLAIN, np.int64)
         self.block_table = np.zeros((num_lanes, max_row_pages), np.int64)
         self._eos = np.full((1, num_lanes), NO_TOKEN, np.int64)
         self._stops: dict[StopStrings, NDArray[np.bool_]] = {}  # which lanes have them
@@ -77,6 +78,12 @@ class LaneTable:
         # stop strings overrun
         return self.ready & (self.num_launched < self.max_new)
 
+    def draw(self, lanes: Ints) -> Draw:
+        """What the most demanding of the rows in `lanes` takes."""
+        if np.count_nonzero(self._draw) == 0:
+            return Draw.PLAIN
+        return Draw(int(self._draw[lanes].max(initial=Draw.PLAIN)))
+
     def growth(self) -> int:
         """Pages that the rows in lanes are expected to need besides those that they hold."""
         state = self.position, self.num_launched, self.max_new, self.expected_new
@@ -93,7 +100,7 @@ class LaneTable:
         self.row[lane], self.age[lane] = row.id, row.age
         self.position[lane] = row.num_tokens - 1
         self.num_launched[lane] = self.num_settled[lane] = len(row.tokens)
-        self.max_new[lane], self.draw[lane] = sampling.max_new_tokens, sampling.draw
+        self.max_new[lane], self._draw[lane] = sampling.max_new_tokens, sampling.draw
         self.expected_new[lane] = row.expected_new
         self._eos = extend(self._eos, len(sampling.eos_token_ids), NO_TOKEN)
         self._eos[:, lane] = NO_TOKEN
@@ -120,7 +127,7 @@ class LaneTable:
         self.free.append(lane)
         self.arriving.discard(lane)
         self.row[lane], self.ready[lane] = NO_ROW, False
-        for array in (self.position, self.num_launched, self.num_settled, self.max_new):
+        for array in (self.position, self.num_launched, self.num_settled, self.max_new, self._draw):
             array[lane] = 0
         self.expected_new[lane] = self.num_pages[lane] = 0
         self._forget_stops(lane, row)
@@ -152,7 +159,7 @@ class LaneTable:
         settled = self.num_settled[lanes]
         self._log.record(lanes, settled, tokens, scores, policy_version)
         self.num_settled[lanes] = settled + 1
-        stop = (self._eos[:, lanes] == tokens).any(axis=0)
+        stop = np.logical_or.reduce(self._eos.take(lanes, axis=1) == tokens)
         if self._stops:
             stop[self._ended_by_text(lanes, tokens)] = True
         return lanes[stop], lanes[~stop & (settled + 1 == self.max_new[lanes])]

@@ -42,7 +42,7 @@ class TokenLog:
         self._tokens[index, lanes] = tokens
         self._scores[index, lanes] = scores
         changed = self._version[lanes] != policy_version
-        if changed.any():
+        if np.count_nonzero(changed):
             self._version[lanes] = policy_version
             for lane, first in zip(lanes[changed].tolist(), index[changed].tolist(), strict=True):
                 self._versions[lane].append((policy_version, first))
