@@ -128,6 +128,8 @@ class GraphCache:
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
+            if not batch.segments:
+                slot.stamps.replayed()
         else:
             self.num_eager += self._on_gpu
             self._step(size, context, draw)

@@ -129,9 +129,10 @@ class IOSlot:
     def computing(self) -> Iterator[None]:
         """Queue what is inside on the compute stream, behind this slot's upload."""
         with self._streams.module.stream(self._streams.compute):
+            is_starved = self._streams.is_starved
             # ORDER: the batch's first kernel reads what H2D writes
             self.uploaded.wait(self._streams.compute)
-            self.stamps.started.record(self._streams.compute)
+            self.stamps.start(self._streams.compute, is_starved=is_starved)
             yield
             self.stamps.ended.record(self._streams.compute)
             self.computed.record(self._streams.compute)

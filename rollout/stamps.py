@@ -45,12 +45,30 @@ class Stamps:
             relies on are done.
         prefilled: There, behind its prefill; only recorded where it has one.
         ended: There, behind its last kernel.
+        late_s: Seconds after `started` in which the device still had nothing to do.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.uploading, self.uploaded = make_stamp(device), make_stamp(device)
         self.started, self.prefilled = make_stamp(device), make_stamp(device)
         self.ended = make_stamp(device)
+        self.late_s = 0.0
+        self._starved_since_s: float | None = None
+
+    def start(self, stream: Any, *, is_starved: bool) -> None:
+        """Record `started`; the device may have done all that was launched before."""
+        self.started.record(stream)
+        self.late_s = 0.0
+        self._starved_since_s = time.perf_counter() if is_starved else None
+
+    def replayed(self) -> None:
+        """A batch that is one graph has been launched.
+
+        A device that had nothing to do has reached `started` at once, and the graph only now. It
+        runs single kernels while more of them are launched, so that nothing is late there.
+        """
+        if self._starved_since_s is not None:
+            self.late_s = time.perf_counter() - self._starved_since_s
 
 
 class BatchClock:
@@ -85,7 +103,9 @@ class BatchClock:
         decoding = stamps.prefilled if prefills else stamps.started
         prefill_s = _seconds(stamps.started, stamps.prefilled) if prefills else 0.0
         gap_s, upload_s = _gap(self._last, stamps) if self._last else (0.0, 0.0)
-        times = BatchTimes(gap_s, upload_s, prefill_s, _seconds(decoding, stamps.ended))
+        decode_s = _seconds(decoding, stamps.ended)
+        late_s = min(stamps.late_s, decode_s)
+        times = BatchTimes(gap_s + late_s, upload_s, prefill_s, decode_s - late_s)
         free, self._last = self._last or self._spare, stamps
         return times, free
 

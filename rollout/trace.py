@@ -37,7 +37,7 @@ class _Trace:
         self.slots: list[IOSlot] = engine.slots.slots
         self._engine = engine
         self._streams = engine.streams
-        self._device: list[tuple[str, str, int, Any, Any]] = []
+        self._device: list[tuple[str, str, int, Any, Any, float]] = []
         self._origin = self._mark(self._streams.compute)
         if engine.worker.device.type == "cuda":
             self._origin.synchronize()  # SYNC: once, to lay the device's clock over the host's
@@ -68,7 +68,7 @@ class _Trace:
         call()
         # A download waits for the batch first, so it begins no earlier than the batch ends.
         begin = self._device[-1][4] if track == "d2h" and self._device else before
-        self._device.append((track, track, 0, begin, self._mark(stream)))
+        self._device.append((track, track, 0, begin, self._mark(stream), 0.0))
 
     @contextmanager
     def computing(self, slot: IOSlot, call: Callable[[], Any]) -> Iterator[None]:
@@ -79,14 +79,16 @@ class _Trace:
             begin = self._mark(self._streams.compute)
             yield
             end = self._mark(self._streams.compute)
-            self._device.append(("compute", name, num_rows, begin, end))
+        late_s = slot.stamps.late_s
+        self._device.append(("compute", name, num_rows, begin, end, late_s))
 
     def settle(self) -> None:
         """Turn marks into seconds, once the device has reached them all."""
         self._streams.wait()
-        for track, name, num_rows, begin, end in self._device:
-            span = self._seconds(begin), self._seconds(end)
-            self.timeline.intervals.append(Interval(track, name, *span, num_rows))
+        for track, name, num_rows, begin, end, late_s in self._device:
+            stop_s = self._seconds(end)
+            start_s = min(self._seconds(begin) + late_s, stop_s)
+            self.timeline.intervals.append(Interval(track, name, start_s, stop_s, num_rows))
 
     def _mark(self, stream: Any) -> Any:
         """A point in a stream."""

@@ -190,6 +190,27 @@ def test_an_upload_counts_while_the_device_has_nothing_to_do(ticking, upload, up
     assert times == pytest.approx((0.005, upload_s / 1e3, 0.003, 0.007))
 
 
+def test_a_graph_that_is_launched_late_leaves_the_device_idle(ticking, monkeypatch):
+    """It had done all before: from `started` on it waits until the graph has been launched."""
+    now = [5.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    found = []
+    for is_starved in (True, False):
+        clock, first, second = BatchClock(None), Stamps(None), Stamps(None)
+        at(first, uploading=0, uploaded=1, started=2, ended=10)
+        clock.read(first, prefills=False)
+        at(second, uploading=10, uploaded=11, started=15, ended=25)
+        second.start(None, is_starved=is_starved)
+        now[0] += 0.004
+        second.replayed()
+        at(second, started=15)
+        found.append(clock.read(second, prefills=False)[0])
+        second.start(None, is_starved=False)
+        assert second.late_s == 0
+    assert found[0] == pytest.approx((0.009, 0.001, 0, 0.006))
+    assert found[1] == pytest.approx((0.005, 0.001, 0, 0.010))
+
+
 def test_no_stamp_is_recorded_again_before_it_was_read(ticking):
     """As the engine does: batch 2 is launched in the slot of batch 0 before batch 1 is read."""
     clock, slots = BatchClock(None), [Stamps(None), Stamps(None)]
