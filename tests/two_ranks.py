@@ -17,6 +17,7 @@ torch.set_num_threads(1)
 import rollout.shadow, run_length, trainers.ranks, trl_trainer
 from accelerate.utils import gather_object
 from rollout.sharded import whole
+from trainers.metrics import gap_metrics
 
 def digest(model):
     \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
@@ -122,6 +123,15 @@ for place, owner in places.items():
     found["late"][place] = told()
     if owner:
         setattr(owner, place, whole)
+rows = torch.zeros((2, 3), device=trainer.accelerator.device)
+names = "sampling_per_token_logps prompt_ids completion_ids prompt_mask completion_mask"
+whole = trainer._get_per_token_logps_and_entropies
+trainer._get_per_token_logps_and_entropies = broken if rank else lambda *args: (rows,)
+try:
+    gap_metrics(trainer, dict.fromkeys(names.split(), rows), sample=True)
+except Exception as error:
+    found["gaps"] = f"{type(error).__name__}: {error}"
+trainer._get_per_token_logps_and_entropies = whole
 worker, forward = generator.engine.worker, generator.engine.worker.graphs.forward
 worker.twin.compiled, worker._compiled_builds = True, 0
 if rank == 1:  # whose compiler fails
@@ -229,7 +239,8 @@ def check_training(found, kind, wrapper, most):
         assert (first["amid"], second["amid"]) == (other, "RuntimeError: no room for it")
     assert first["error"].startswith("TypeError")
     assert set(first["late"].values()) == {other}
-    assert set(second["late"].values()) == {"MemoryError: on this rank alone"}
+    assert {*second["late"].values(), second["gaps"]} == {"MemoryError: on this rank alone"}
+    assert first["gaps"].endswith("could not be computed on 1 other rank(s); see their errors")
 
 
 def check_learning(found, most=1e-4):
