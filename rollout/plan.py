@@ -28,6 +28,14 @@ class Plan:
     num_parked: int = 0
     lost: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the device has nothing to do or to be told, should no row decode.
+
+        A row that comes back may find all its pages still there, and need no copy.
+        """
+        return not (self.segments or self.restores or self.offloads or self.admission.lanes)
+
     def admit(self, lane: int, row: Row) -> None:
         """A row enters a lane: its last token is the input of its first decode step there."""
         tokens = row.tokens if len(row.tokens) else row.request.prompt

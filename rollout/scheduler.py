@@ -127,7 +127,7 @@ class Scheduler:
         running = lanes.running()
         if lanes.prompts.is_prefilling:
             running = running[:0]  # a step reads every weight, however few rows are ready yet
-        if not (plan.segments or plan.restores or len(running)):
+        if plan.is_empty and not len(running):
             assert self.num_live or not self._line or self._line.first().in_flight, "rows hang"
             return None
         max_context = int(lanes.position[running].max(initial=0)) + 1
