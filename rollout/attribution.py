@@ -80,8 +80,6 @@ class Attribution:
         else the host does between two of them; before the first one compiling and capturing, the
         cast of weights and what the trainer had queued; the way of the last tokens to the host.
 
-    Rows that lost their lane are the first to be admitted again, which is how they are told here.
-
     Attributes:
         busy_s: Seconds in which the device was inside a batch.
     """
@@ -91,8 +89,7 @@ class Attribution:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._launches = deque[_Launch]()
         self._widest = 0  # rows that have run together
-        self._num_out = 0  # rows that lost their lane and have none again
-        self._returned = set[int]()  # lanes of those that have one again
+        self._lost = dict[int, int]()  # lane -> tokens of its row that had KV before
         self._was_paused = self._pages_move = False
 
     def paused(self) -> None:
@@ -107,24 +104,24 @@ class Attribution:
             num_padded: Rows that the device runs for those that decode.
             num_waiting: Rows that have no lane.
         """
-        again = self._follow_preempted(batch, num_waiting)
+        again = self._again(batch)
         num_rows = len(batch.rows)
         self._widest = max(self._widest, num_rows)
-        idle = "preemption" if self._num_out else "tail"
-        is_short = num_rows and (self._num_out or not num_waiting)
+        idle = "preemption" if batch.num_parked else "tail"
+        is_short = num_rows and (batch.num_parked or not num_waiting)
         num_wide = max(num_padded, self._widest) if is_short else num_padded
         gap = self._gap(batch)
         self._launches.append(_Launch(num_rows, num_padded, num_wide, idle, again, gap))
 
-    def _follow_preempted(self, batch: Batch, num_waiting: int) -> float:
-        """Share of the tokens to prefill that belong to rows which were preempted."""
-        admitted = batch.admission.lanes
-        returned = admitted[: self._num_out]
-        # One that ends with the token that was in flight does not come back.
-        self._num_out = min(num_waiting, self._num_out + batch.num_preempted - len(returned))
-        self._returned = self._returned.difference(admitted).union(returned)
-        lost = sum(len(s.tokens) for s in batch.segments if s.lane in self._returned)
-        return lost / batch.num_prefilled if lost else 0.0
+    def _again(self, batch: Batch) -> float:
+        """Share of the tokens to prefill that had KV before their rows were preempted."""
+        for lane in batch.admission.lanes:
+            self._lost.pop(lane, None)
+        self._lost |= batch.lost
+        if not (self._lost and batch.segments):
+            return 0.0
+        lost = ((self._lost.get(s.lane, 0) - s.start, len(s.tokens)) for s in batch.segments)
+        return sum(max(0, min(left, count)) for left, count in lost) / batch.num_prefilled
 
     def _gap(self, batch: Batch) -> str | None:
         moved = self._pages_move  # beside the batch before: this one reads them

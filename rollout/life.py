@@ -5,14 +5,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import nn
 
 from rollout.config import RolloutConfig
 from rollout.device_stats import open_meter
-from rollout.errors import ConfigError, EngineBusy, EngineClosed, EnginePaused, OutOfMemory
+from rollout.errors import (
+    ConfigError,
+    EngineBusy,
+    EngineClosed,
+    EnginePaused,
+    OutOfMemory,
+    RolloutError,
+)
 from rollout.intake import Limits
 from rollout.memory_plan import MemoryPlan
 from rollout.scheduler import Scheduler
@@ -78,6 +85,14 @@ class EngineLife:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a copy's arrays would not lie where its tensors do."""
+        raise RolloutError(
+            "an engine cannot be copied or pickled, nor can what holds it: its memory and streams "
+            "are the device's own. Copy a trainer before `attach` or after `detach`; its model and "
+            "its arguments alone can be copied at any time"
+        )
 
     @property
     def busy(self) -> bool:

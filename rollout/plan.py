@@ -25,6 +25,16 @@ class Plan:
     segments: list[Segment] = field(default_factory=list)
     num_shared: int = 0
     num_preempted: int = 0
+    num_parked: int = 0
+    lost: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the device has nothing to do or to be told, should no row decode.
+
+        A row that comes back may find all its pages still there, and need no copy.
+        """
+        return not (self.segments or self.restores or self.offloads or self.admission.lanes)
 
     def admit(self, lane: int, row: Row) -> None:
         """A row enters a lane: its last token is the input of its first decode step there."""
@@ -36,6 +46,8 @@ class Plan:
         self.admission.seeds.append(row.request.seed)
         self.admission.temperatures.append(row.request.sampling.temperature)
         self.admission.settings.append(row.request.settings)
+        if row.num_lost:
+            self.lost[lane] = row.num_lost
         if draw >= Draw.MARKED:
             self.admission.marks.append(marks_of(lane, row.request, row.tokens))
         if draw == Draw.WORDS:
@@ -58,6 +70,8 @@ class Plan:
             restores=_pairs(self.restores),
             num_shared=self.num_shared,
             num_preempted=self.num_preempted,
+            num_parked=self.num_parked,
+            lost=self.lost,
             draw=draw,
         )
 

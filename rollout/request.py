@@ -113,6 +113,8 @@ class Batch:
         restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.
         num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
         num_preempted: Rows that lost their lane for want of pages.
+        num_parked: Rows that have lost theirs and have none again.
+        lost: Lanes of rows that enter again, and how many of their tokens had KV that is lost.
         draw: What the draws of its rows take.
     """
 
@@ -128,6 +130,8 @@ class Batch:
     restores: Ints
     num_shared: int
     num_preempted: int
+    num_parked: int
+    lost: dict[int, int]
     draw: Draw = Draw.PLAIN
 
     @property

@@ -123,11 +123,12 @@ class Scheduler:
         self._grow(plan)
         if not plan.num_preempted:
             self._admission.admit(policy_version, plan)
+        plan.num_parked = self._line.num_parked
         self._prefill(plan)
         running = lanes.running()
         if lanes.prompts.is_prefilling:
             running = running[:0]  # a step reads every weight, however few rows are ready yet
-        if not (plan.segments or plan.restores or len(running)):
+        if plan.is_empty and not len(running):
             assert self.num_live or not self._line or self._line.first().in_flight, "rows hang"
             return None
         max_context = int(lanes.position[running].max(initial=0)) + 1

@@ -422,6 +422,21 @@ def test_a_failure_on_another_rank_is_raised_here(tmp_path, monkeypatch):
         generator.generate([[9]], None, 1)
 
 
+def test_a_rank_that_can_tell_nobody_raises_why_it_failed(tmp_path, monkeypatch):
+    def broken(tensor, reduction):
+        raise RuntimeError("the device is gone")
+
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    monkeypatch.setattr(trainer.accelerator, "reduce", broken)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        generator.generate([[9]], None, 1)
+    generator.engine.close()
+    with pytest.raises(EngineClosed, match="the engine was closed"):
+        generator.generate([[9]], None, 1)
+
+
 def test_conversational_prompts_take_the_trainers_chat_template(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = (

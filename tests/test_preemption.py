@@ -221,6 +221,29 @@ def test_a_group_that_gives_way_is_copied_once_and_brought_back_once():
     assert scheduler._host_pages.num_used == 0
 
 
+def test_a_row_whose_pages_are_all_still_there_is_admitted_though_nothing_else_runs():
+    """It came back on a page's edge and gave way before it ran, so none of its pages is open."""
+    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=2), 8, 9)
+    scheduler.pages.grow(1 + 2)
+    old, young = scheduler.add([make_request(seed, 1, 15, eos_token_ids=(3,)) for seed in (0, 1)])
+
+    def step(token=5):
+        batch = scheduler.schedule(1)
+        scheduler.commit(batch, *tokens_of(batch, token))
+        scheduler.check()
+        return batch
+
+    assert [step().rows.tolist() for _ in range(3)] == [[old, young], [old, young], [old]]
+    scheduler.pages.grow(1 + 4)
+    assert len(step().restores) == 1
+    gave_way = step(token=3)
+    assert (gave_way.rows.tolist(), gave_way.num_preempted) == ([old], 1)
+    back = step()
+    assert (len(back.rows), len(back.restores), back.admission.lanes) == (0, 0, [0])
+    assert back.new_pages[:, :2].tolist() == [[0, 0], [0, 1]]
+    assert step().rows.tolist() == [young]
+
+
 def test_a_row_dropped_while_its_kv_comes_back_leaves_its_lane_as_if_it_had_never_been_there():
     scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=2, prefill_tokens=1), 8, 9)
     scheduler.pages.grow(1 + 8)

@@ -1,6 +1,8 @@
 """What the generator refuses of TRL, and what it leans on in the TRL that is installed."""
 
+import copy
 import logging
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rollout import ConfigError, EngineClosed, UnsupportedTrainer
+from rollout import ConfigError, EngineClosed, RolloutEngine, RolloutError, UnsupportedTrainer
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
 from trainers.opening import _place
@@ -374,6 +376,32 @@ def test_one_generator_serves_one_trainer(tmp_path):
     generator = trl_trainer.attach(trl_trainer.build(tmp_path))
     with pytest.raises(UnsupportedTrainer, match="already serves a trainer"):
         generator.attach(trl_trainer.build(tmp_path))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(duplicate):
+    with (
+        RolloutEngine(tiny.build()) as engine,
+        pytest.raises(RolloutError, match="cannot be copied or pickled"),
+    ):
+        duplicate(engine)
+
+
+def test_a_trainer_is_copied_without_its_generator_and_its_parts_at_any_time(tmp_path):
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+    with pytest.raises(RolloutError, match="before `attach` or after `detach`"):
+        copy.deepcopy(trainer)
+    assert pickle.loads(pickle.dumps(trainer.args)).max_steps == 3
+    model = copy.deepcopy(trainer.model)
+    for own, copied in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own, copied)
+        assert own.data_ptr() != copied.data_ptr()
+    trainer.train()
+    generator.detach()
+    other = copy.deepcopy(trainer)
+    trl_trainer.attach(other)
+    assert len(other.vllm_generation.generate([[9, 10]], None, 1)[1]) == 1
 
 
 def test_a_trainer_with_a_rollout_func_cannot_be_attached(tmp_path):

@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from peft import LoraConfig
 torch.set_num_threads(1)
-import rollout.shadow, run_length, trl_trainer
+import rollout.shadow, run_length, trainers.ranks, trl_trainer
+from accelerate.utils import gather_object
 from rollout.sharded import whole
+from trainers.metrics import gap_metrics
 
 def digest(model):
     \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
@@ -98,6 +100,38 @@ try:  # while they are
 except Exception as error:
     found["amid"] = f"{type(error).__name__}: {error}"
 rollout.shadow.whole = whole
+# Before a rollout, after it, as its completions come back, and as its memory is given back.
+def broken(*args, **kwargs):
+    raise MemoryError("on this rank alone")
+def half_done(own):
+    said, _ = gathers(own), exchanges.append(own)
+    return said if len(exchanges) < 2 else broken()
+def told():
+    try:
+        return generator._share_version(broken if place == "prompts" and rank else generates)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+generates, gathers, exchanges = (lambda: generator.generate([[9]], None, 1)[1]), gather_object, []
+places = {"prompts": None, "rolled_out": generator._watch, "_sleep": generator}
+if "balanced" in kind:
+    places["gather_object"] = trainers.ranks
+found["late"] = {}
+for place, owner in places.items():
+    whole = getattr(owner, place, None)
+    if rank and owner:
+        setattr(owner, place, half_done if place == "gather_object" else broken)
+    found["late"][place] = told()
+    if owner:
+        setattr(owner, place, whole)
+rows = torch.zeros((2, 3), device=trainer.accelerator.device)
+names = "sampling_per_token_logps prompt_ids completion_ids prompt_mask completion_mask"
+whole = trainer._get_per_token_logps_and_entropies
+trainer._get_per_token_logps_and_entropies = broken if rank else lambda *args: (rows,)
+try:
+    gap_metrics(trainer, dict.fromkeys(names.split(), rows), sample=True)
+except Exception as error:
+    found["gaps"] = f"{type(error).__name__}: {error}"
+trainer._get_per_token_logps_and_entropies = whole
 worker, forward = generator.engine.worker, generator.engine.worker.graphs.forward
 worker.twin.compiled, worker._compiled_builds = True, 0
 if rank == 1:  # whose compiler fails
@@ -204,6 +238,9 @@ def check_training(found, kind, wrapper, most):
     if first["shadow"]:
         assert (first["amid"], second["amid"]) == (other, "RuntimeError: no room for it")
     assert first["error"].startswith("TypeError")
+    assert set(first["late"].values()) == {other}
+    assert {*second["late"].values(), second["gaps"]} == {"MemoryError: on this rank alone"}
+    assert first["gaps"].endswith("could not be computed on 1 other rank(s); see their errors")
 
 
 def check_learning(found, most=1e-4):

@@ -7,7 +7,7 @@ TRL gates importance-sampling correction, `sampling/*` metrics, tools and enviro
 import functools
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from rollout.request import Completion
 from rollout.sampling_params import SamplingParams
 from trainers.metrics import gap_metrics, log_metrics
 from trainers.opening import open_engine
-from trainers.ranks import RowBalance, agree
+from trainers.ranks import Meeting, RowBalance, agree
 from trainers.row_seeds import RowSeeds
 from trainers.sampling import announce, loss_temperature, row_sampling
 from trainers.seams import find_seam, settings_of
@@ -165,27 +165,23 @@ class RolloutGenerator:
                 a rank fails alone, and its end ends the others as any error in a trainer does.
                 So does an interrupt, which must not wait for ranks that may be anywhere.
         """
-        ran, completions, failure = prompts, list[Completion](), None
-        later_turn, before = bool(self._num_turns), self._met()
+        later_turn, failure = bool(self._num_turns), None
+        completions, num_tokens = list[Completion](), 0
+        if not later_turn:
+            self._meeting = self._meet()
         try:
             if images is not None:
                 raise UnsupportedTrainer("the engine cannot take images; use text alone")
             with profiler or nullcontext():
-                ran, completions = self._rollout(prompts, same_weights=later_turn)
+                completions, num_tokens = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:
             failure = error
-            if not later_turn:
-                self._meet(before)
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
         if not later_turn:
-            num_tokens = agree(self._trainer.accelerator, failure, num_tokens)
+            self._watch.counted(self._meeting.end(failure, num_tokens))
         elif failure is not None:
             raise failure
         else:
-            self._later_tokens, num_tokens = self._later_tokens + num_tokens, 0
-        self._watch.rolled_out(ran, completions, num_tokens)
-        if self._balance and not later_turn:
-            completions = self._balance.take_back(completions)
+            self._later_tokens += num_tokens
         completion_ids = [completion.token_ids for completion in completions]
         logprobs = [[[value] for value in completion.logprobs] for completion in completions]
         scored_ids = None
@@ -237,49 +233,57 @@ class RolloutGenerator:
 
     def _rollout(
         self, prompts: list[list[int]], *, same_weights: bool
-    ) -> tuple[list[list[int]], list[Completion]]:
-        """Generate these rows, or those that other ranks have left to this one instead."""
+    ) -> tuple[list[Completion], int]:
+        """The completions of these prompts, and how many tokens this rank has generated."""
         self._announced = announce(self._settings, self._announced, self._loss_temperature)
         seeds = self._seeds.draw(len(prompts))
-        if self._balance and not same_weights:
-            prompts, seeds = self._balance.give_out(prompts, seeds)
+        balance = None if same_weights else self._balance
+        if balance:
+            prompts, seeds = balance.give_out(prompts, seeds)
         sampling = [self._sampling(prompt) for prompt in prompts]
         # Weights change in ways that no callback tells of: averaged ones swapped in for an
         # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
         most_tokens = max((how.max_new_tokens for how in sampling), default=0)
         with self._watch.rollout(len(prompts), most_tokens):
             completions = self.engine.generate(prompts, sampling, seeds, same_weights=same_weights)
+        self._watch.rolled_out(prompts, completions)
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        if balance:
+            completions = balance.take_back(completions)
         if self._num_turns is not None:
             self._num_turns += 1
-        return prompts, completions
+        return completions, num_tokens
 
-    def _met(self) -> tuple[int, int]:
-        """How often rows were shared out, and parameters gathered: what takes all ranks."""
-        return self._balance.num_shared if self._balance else 0, self.engine.num_gathered
-
-    def _meet(self, before: tuple[int, int]) -> None:
-        """Take part in what other ranks wait for, and this one has failed on the way to."""
-        num_shared, num_gathered = before
-        with suppress(Exception):  # the first error says more, and the ranks are to hear of it
-            if self._balance and self._balance.num_shared == num_shared:
-                self._balance.give_out([], [])
-            self.engine.worker.twin.give_parts(self.engine.num_gathered - num_gathered)
+    def _meet(self) -> Meeting:
+        """What the ranks have before them, as a rollout begins."""
+        return Meeting(self._trainer.accelerator, self.engine, self._balance)
 
     def _share_version(self, generate: Any, *batch: Any) -> Any:
         """Run the trainer's own method that makes all rollouts of a batch, on the same weights.
 
         The turns keep their pages, and with the last one their memory goes to the trainer.
         """
-        self._num_turns = self._later_tokens = 0
+        self._num_turns, self._later_tokens, self._meeting = 0, 0, self._meet()
         try:
             generated = generate(*batch)
-            # Here ranks meet again, however many turns each has taken.
-            later_tokens = agree(self._trainer.accelerator, None, self._later_tokens)
-            self._watch.counted(later_tokens)
-            return generated
+        except Exception as error:
+            if not self._meeting.is_over:  # a prompt is at fault, and others generate from theirs
+                self._meeting.end(error, 0)
+            raise
         finally:
             self._num_turns = None
+            failure = self._try_to_sleep()
+        # Here ranks meet again, however many turns each has taken.
+        self._watch.counted(agree(self._trainer.accelerator, failure, self._later_tokens))
+        return generated
+
+    def _try_to_sleep(self) -> Exception | None:
+        """Sleep; what has gone wrong, if anything has."""
+        try:
             self._sleep()
+        except Exception as error:
+            return error
+        return None
 
     def _sleep(self) -> None:
         """Leave the memory to the trainer until the next rollout, unless told to keep it."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.errors import RolloutError
 from rollout.telemetry import RolloutStats
 
 _SAMPLED_ROWS = 2
@@ -91,36 +92,56 @@ def gap_metrics(trainer: Any, scored: dict[str, Any], *, sample: bool) -> dict[s
 
     Returns:
         Metrics by name; none where there is nothing to compare.
+
+    Raises:
+        RolloutError: Another rank could not compute those of its rows. What this one met, if it
+            could not.
     """
     sampled, trained = scored.get("sampling_per_token_logps"), scored.get("old_per_token_logps")
     if sampled is None or (trained is None and not sample):
         return {}
     mask = scored["completion_mask"] * scored.get("tool_mask", 1)
+    failure = None
     if trained is None:
         sampled, mask = sampled[:_SAMPLED_ROWS], mask[:_SAMPLED_ROWS]
-        trained = _trainers_logps(trainer, scored)
+        try:
+            trained = _trainers_logps(trainer, scored)
+        except Exception as error:  # of this rank alone, perhaps: the others wait for its numbers
+            trained, failure = sampled, error
     difference = (trained - sampled) * mask
-    found = _drift(trainer, difference.abs(), mask)
+    found = _drift(trainer, difference.abs(), mask, failure)
     if "importance_sampling_ratio" in scored:
         found |= _raw_ratio(trainer, difference, mask)
     return found
 
 
-def _drift(trainer: Any, gaps: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean and largest distance, and the mean by position in the completion."""
+def _drift(trainer: Any, gaps: Tensor, mask: Tensor, failure: Exception | None) -> dict[str, float]:
+    """Mean and largest distance, and the mean by position; raises if any rank has failed."""
     columns = [gaps.sum(0), mask.sum(0)]
     sums = [column[first:last].sum() for column in columns for first, last in _BUCKETS.values()]
-    ranks = _gather(trainer, [*sums, gaps.max()])
-    totals = ranks[:, :-1].sum(0).tolist()
+    failed = torch.full_like(gaps.max(), failure is not None)
+    ranks = _gather(trainer, [*sums, gaps.max(), failed])
+    *totals, _, num_failed = ranks.sum(0).tolist()
+    _check_computed(failure, num_failed)
     distances, tokens = totals[: len(_BUCKETS)], totals[len(_BUCKETS) :]
     found = {
         "rollout/logp_gap": sum(distances) / max(sum(tokens), 1),
-        "rollout/logp_gap_max": ranks[:, -1].max().item(),
+        "rollout/logp_gap_max": ranks[:, -2].max().item(),
     }
     for name, distance, count in zip(_BUCKETS, distances, tokens, strict=True):
         if count:
             found[f"rollout/logp_gap/{name}"] = distance / count
     return found
+
+
+def _check_computed(failure: Exception | None, num_failed: float) -> None:
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise RolloutError(
+            "log-probabilities of a rollout's first rows could not be computed on "
+            f"{num_failed:.0f} other rank(s); see their errors"
+        )
 
 
 def _raw_ratio(trainer: Any, difference: Tensor, mask: Tensor) -> dict[str, float]:

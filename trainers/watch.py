@@ -44,20 +44,18 @@ class Watch:
             yield
 
     def rolled_out(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], num_tokens: int
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     ) -> None:
-        """Log a rollout.
+        """Log a rollout, whose tokens are yet to be `counted`.
 
         Args:
             prompts: Of the rows that this process has generated.
             completions: Theirs.
-            num_tokens: Of all processes; 0 where they are yet to be `counted`.
         """
         stats = self._engine.stats
         lengths = [len(completion.token_ids) for completion in completions]
         log_metrics(self._trainer, rollout_metrics(stats))
         log_metrics(self._trainer, self._utilisation.metrics(stats, prompts, lengths))
-        self.counted(num_tokens)
         self._unrested.append(stats)
 
     def counted(self, num_tokens: int) -> None:
