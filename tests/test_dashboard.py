@@ -23,11 +23,14 @@ def test_the_layout_is_written_without_wandb_or_torch(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
     sections = json.loads(path.read_text())["sections"]
-    assert [section["name"] for section in sections] == list(dashboard.SECTIONS)
-    names = [y for section in sections for panel in section["panels"] for y in panel["y"]]
+    *plotted, pictured = sections
+    assert [section["name"] for section in plotted] == list(dashboard.SECTIONS)
+    names = [y for section in plotted for panel in section["panels"] for y in panel["y"]]
     assert all(name.startswith(("train/rollout/", "train/sampling/")) for name in names)
     assert {f"train/rollout/time/{part}" for part in PARTS} <= set(names)
-    assert {panel["x"] for section in sections for panel in section["panels"]} == {dashboard.X}
+    assert {panel["x"] for section in plotted for panel in section["panels"]} == {dashboard.X}
+    pictures = [key for panel in pictured["panels"] for key in panel["media_keys"]]
+    assert pictures == [f"train/rollout/{name}" for name in ("timeline", "progress", "lengths")]
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
@@ -58,9 +61,15 @@ class LinePlot:
 
 
 @dataclass
+class MediaBrowser:
+    title: str
+    media_keys: list[str]
+
+
+@dataclass
 class Section:
     name: str
-    panels: list[LinePlot]
+    panels: list[LinePlot | MediaBrowser]
     is_open: bool
 
 
@@ -83,7 +92,8 @@ SAVED: list[Workspace] = []
 def test_every_panel_is_laid_out_in_the_project(monkeypatch, capsys):
     home, reports, spaces = (ModuleType(name) for name in ("w", "reports", "workspaces"))
     version = ModuleType("v2")
-    version.LinePlot, spaces.Section, spaces.Workspace = LinePlot, Section, Workspace
+    version.LinePlot, version.MediaBrowser = LinePlot, MediaBrowser
+    spaces.Section, spaces.Workspace = Section, Workspace
     modules = {"": home, ".reports": reports, ".reports.v2": version, ".workspaces": spaces}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"wandb_workspaces{name}", module)
@@ -91,5 +101,11 @@ def test_every_panel_is_laid_out_in_the_project(monkeypatch, capsys):
     assert capsys.readouterr().out.strip() == "https://wandb.example/mine"
     (saved,) = SAVED
     assert (saved.entity, saved.project) == ("me", "mine")
-    titles = {section.name: [p.title for p in section.panels] for section in saved.sections}
-    assert titles == {name: list(panels) for name, panels in dashboard.SECTIONS.items()}
+    kinds = {section.name: {type(p) for p in section.panels} for section in saved.sections}
+    assert kinds == {
+        **dict.fromkeys(dashboard.SECTIONS, {LinePlot}),
+        "Rollout pictures": {MediaBrowser},
+    }
+    found = {section.name: [p.title for p in section.panels] for section in saved.sections}
+    wanted = {name: list(panels) for name, panels in dashboard.SECTIONS.items()}
+    assert found == {**wanted, "Rollout pictures": list(dashboard.PICTURES)}

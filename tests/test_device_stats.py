@@ -132,6 +132,7 @@ def test_the_best_meter_is_taken(monkeypatch):
     ]:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         assert type(open_meter("GPU-1")) is wanted
+        assert open_meter("GPU-1").reads.startswith(("GPM", "NVML's utilisation", "nothing"))
     assert type(open_meter(None)) is NoMeter
 
 

@@ -8,6 +8,7 @@ import pytest
 import tiny
 import trl_trainer
 
+import trainers.progress
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from trainers.progress import progress, shows_progress
 
@@ -49,9 +50,24 @@ def test_it_is_shown_where_somebody_looks(
     assert shows_progress(trainer, generator.engine) is shown
 
 
+@pytest.mark.parametrize(("period_s", "num_shown"), [(0, 40), (100, 1)])
+def test_it_is_drawn_now_and_then_and_in_the_end(monkeypatch, period_s, num_shown):
+    screen = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(trainers.progress, "_PERIOD_S", period_s)
+    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=4, page_tokens=4)) as engine:
+        sampling = [SamplingParams(max_new_tokens=37 + i) for i in range(4)]
+        with progress(engine, 4, 40):
+            engine.generate(tiny.prompts(4), sampling)
+    shown = [line for line in screen.text.split("\r") if "tok/s" in line]
+    assert num_shown <= len(shown) <= num_shown + 2
+    assert "4/4" in shown[-1]
+
+
 def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
     screen = Terminal(True)
     monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(trainers.progress, "_PERIOD_S", 0)
     sampling = [SamplingParams(max_new_tokens=5 + 4 * i) for i in range(6)]
     with RolloutEngine(tiny.build(), RolloutConfig(max_rows=3, page_tokens=4)) as engine:
         with progress(engine, 6, 25):

@@ -14,7 +14,7 @@ import wandb
 import wandb_file
 
 from rollout.attribution import PARTS
-from trainers.dashboard import SECTIONS
+from trainers.dashboard import PICTURES, SECTIONS
 
 GPU_ALONE = {"gpu_busy", "mbu", "mfu", "gpu_sm_active", "gpu_tensor_active", "gpu_dram_active"}
 GPU_ALONE |= {"gpu_nvml_utilization"}
@@ -272,8 +272,8 @@ def test_pictures_lie_on_the_trainers_step(run):
     rows = rows_with(run, "train/rollout/timeline")
     assert [row["train/global_step"] for row in rows] == [1, 3]
     for row in rows:
-        for name in ("timeline", "progress", "lengths"):
-            picture = row[f"train/rollout/{name}"]
+        for name in PICTURES.values():
+            picture = row[f"train/{name}"]
             assert picture["_type"] == "image-file"
             (found,) = run[2].rglob(Path(picture["path"]).name)
             assert found.read_bytes().startswith(b"\x89PNG")
