@@ -12,8 +12,10 @@ from rich.table import Table
 from rollout.device_stats import open_meter
 from rollout.driver import why_no_virtual_memory
 
-_PACKAGES = ("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy")
-_PACKAGES += ("nvidia-ml-py", "matplotlib", "wandb")
+_PACKAGES = (
+    *("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy"),
+    *("nvidia-ml-py", "matplotlib", "wandb"),
+)
 _COPY_BYTES = 2**28
 _COPIES = 20
 
