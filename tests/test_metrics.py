@@ -151,8 +151,7 @@ def test_every_count_goes_to_its_own_metric():
         duration_s=4.0,
         device={"gpu_sm_active": 0.125},
     )
-    found = rollout_metrics(stats)
-    assert {name.removeprefix("rollout/"): value for name, value in found.items()} == {
+    wanted = {
         "generated_tok_s": 250,
         "duration_s": 4,
         "kv_pages_used": 30,
@@ -172,6 +171,7 @@ def test_every_count_goes_to_its_own_metric():
         "cast_weights_ms": 500,
         "gpu_sm_active": 0.125,
     }
+    assert rollout_metrics(stats) == {f"rollout/{name}": value for name, value in wanted.items()}
 
 
 def test_every_share_goes_to_its_own_metric(monkeypatch):

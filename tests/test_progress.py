@@ -2,7 +2,9 @@
 
 import logging
 import sys
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -64,6 +66,29 @@ def test_it_is_drawn_now_and_then_and_in_the_end(monkeypatch, period_s, num_show
     assert "4/4" in shown[-1]
 
 
+def test_the_bar_says_what_the_engine_does(monkeypatch):
+    screen, now = Terminal(True), [0.0]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    stats, scheduler = SimpleNamespace(), SimpleNamespace()
+    states = [(2, 600, 10, 7, 3), (4, 1200, 20, 6, 0), (8, 2000, 40, 5, 0)]
+
+    def step():
+        state = states.pop(0)
+        now[0], stats.decoded_rows, stats.decode_steps, *rows = state
+        scheduler.num_live, scheduler.num_waiting = rows
+        return []
+
+    engine = SimpleNamespace(stats=stats, scheduler=scheduler, step=step)
+    with progress(engine, 12, most_tokens=50):
+        for _ in range(3):
+            engine.step()
+    shown = [line for line in screen.text.split("\r") if "tok/s" in line]
+    assert "7 live, 300 tok/s]" in shown[0]
+    assert "6 live, 300 tok/s, at most 00:10 to the end]" in shown[1]  # 50 steps of 0.2 s
+    assert "5 live, 250 tok/s, at most 00:06 to the end]" in shown[2]  # 30 of them
+
+
 def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
     screen = Terminal(True)
     monkeypatch.setattr(sys, "stderr", screen)
@@ -107,3 +132,13 @@ def test_a_healthy_training_says_one_line_a_rollout_and_warns_of_nothing(tmp_pat
         assert "tok/s" in line
         assert "compute" in line
         assert "\n" not in line
+
+
+def test_other_ranks_say_nothing(tmp_path, monkeypatch, caplog):
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
+    with caplog.at_level(logging.INFO):
+        trainer._generate(["xyz"] * 4)
+    generator.detach()
+    assert not [record for record in caplog.records if record.name == "trainers.watch"]

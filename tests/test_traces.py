@@ -53,6 +53,15 @@ def test_the_rollouts_asked_for_leave_files(tmp_path, monkeypatch, trace, steps)
         assert {e["ph"] for e in json.loads(path.read_text())["traceEvents"]} == {"M", "X"}
 
 
+def test_other_ranks_leave_nothing(tmp_path, monkeypatch):
+    trainer = trl_trainer.build(tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
+    generator = trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, trace="last"))
+    trainer._generate(["xyz"] * 4)
+    generator.detach()
+    assert not (tmp_path / "rollouts").exists()
+
+
 def test_a_picture_that_fails_is_warned_of_and_ends_nothing(tmp_path, monkeypatch, caplog):
     def broken(*_):
         raise ValueError("no ink")
@@ -85,6 +94,10 @@ def test_a_trace_is_every_batch_in_microseconds():
     }
     batches = [e for e in events if e["ph"] == "X" and e["tid"] == tracks["compute"]]
     assert len(batches) == steps
+    lanes = [[e for e in events if e["tid"] == tracks[n] and e["ph"] == "X"] for n in tracks]
+    for up, run, down in zip(*lanes[1:], strict=True):
+        assert up["ts"] + up["dur"] <= run["ts"] + 1e-3
+        assert run["ts"] + run["dur"] <= down["ts"] + 1e-3
     assert sum(event["args"]["rows"] for event in batches) == decoded
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
     ends = max(event["ts"] + event["dur"] for event in batches) / 1e6
@@ -120,17 +133,17 @@ def test_a_bar_is_as_high_as_completions_are_many_and_stands_at_their_length(fig
 
 
 def test_rows_and_speed_are_drawn_as_they_were(figures):
-    spans = [(i * 0.1, (i + 1) * 0.1, 8 if i < 10 else 2) for i in range(20)]
+    spans = [(i * 0.2, (i + 1) * 0.2, 8 if i < 10 else 2) for i in range(20)]
     batches = [timeline.Interval("compute", "decode", 5 + a, 5 + b, n) for a, b, n in spans]
     draw_progress(timeline.Timeline(batches), None)
     live, speed = figures[0].axes
     (line,) = live.lines
-    assert line.get_xdata() == pytest.approx([0.1 * (i + 1) for i in range(20)])
+    assert line.get_xdata() == pytest.approx([0.2 * (i + 1) for i in range(20)])
     assert list(line.get_ydata()) == [8] * 10 + [2] * 10
-    tokens, edges, _ = speed.patches[0].get_data()
-    assert edges == pytest.approx([0, 1, 2])
-    assert sum(tokens) == pytest.approx(100)
-    assert tokens[0] > 70
+    rates, edges, _ = speed.patches[0].get_data()
+    assert edges == pytest.approx([0, 2, 4])
+    assert sum(2 * rates) == pytest.approx(10 * 8 + 10 * 2)
+    assert rates[0] > 35
     assert (live.get_ylabel(), speed.get_ylabel()) == ("rows live", "tokens/s")
 
 
