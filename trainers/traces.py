@@ -95,7 +95,7 @@ class Traces(TrainerCallback):
         pictures = {name: folder / f"{stem}-{name}.png" for name in names}
         decoding = kept.timeline.decoding()
         shown = decoding if decoding.on("compute") else kept.timeline
-        title = f"step {kept.step}, {_PICTURE_S * 1e3:.0f} ms of its middle"
+        title = f"step {kept.step}, {_PICTURE_S * 1e3:.0f} ms from its middle"
         draw({title: shown.middle(_PICTURE_S)}, pictures["timeline"])
         draw_progress(kept.timeline, pictures["progress"])
         draw_lengths(kept.lengths, pictures["lengths"])
