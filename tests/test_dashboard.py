@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -31,6 +32,11 @@ def test_the_layout_is_written_without_wandb_or_torch(tmp_path):
     assert {panel["x"] for section in plotted for panel in section["panels"]} == {dashboard.X}
     pictures = [key for panel in pictured["panels"] for key in panel["media_keys"]]
     assert pictures == [f"train/rollout/{name}" for name in ("timeline", "progress", "lengths")]
+
+
+def test_the_layout_in_the_examples_is_todays():
+    path = Path(dashboard.__file__).parent.parent / "examples" / "dashboard.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == dashboard.layout()
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):

@@ -53,6 +53,20 @@ def test_the_rollouts_asked_for_leave_files(tmp_path, monkeypatch, trace, steps)
         assert {e["ph"] for e in json.loads(path.read_text())["traceEvents"]} == {"M", "X"}
 
 
+@pytest.mark.parametrize(("trace", "left"), [("every:2", [1, 3]), ("last", [3])])
+def test_of_the_rollouts_of_a_step_the_first_counts(tmp_path, trace, left):
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, trace=trace))
+    for step, num_rows in [(0, 4), (0, 2), (1, 4), (1, 4), (2, 4), (2, 2)]:
+        trainer.state.global_step = step
+        trainer._generate(["xyz"] * num_rows)
+    generator.detach()
+    found = {path.name: path.read_text() for path in tmp_path.glob("rollouts/*.json")}
+    assert sorted(found) == [f"step-{step:06}.json" for step in left]
+    for text in found.values():
+        assert max(e["args"].get("rows", 0) for e in json.loads(text)["traceEvents"]) == 4
+
+
 def test_other_ranks_leave_nothing(tmp_path, monkeypatch):
     trainer = trl_trainer.build(tmp_path)
     monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)

@@ -205,7 +205,7 @@ def test_times_are_those_on_the_tests_own_clock(run, mode):
         num_tokens = sum(rollout.lengths)
         assert got["duration_s"] == pytest.approx(rollout.seconds, rel=0.2, abs=0.02)
         assert got["generated_tok_s"] == pytest.approx(num_tokens / got["duration_s"])
-        assert got["sleep_ms"] == pytest.approx(rollout.sleep_s * 1e3, rel=0.2, abs=1)
+        assert got["sleep_ms"] == pytest.approx(rollout.sleep_s * 1e3, rel=0.2, abs=5)
         assert 0 < got["wake_ms"] < rollout.seconds * 1e3
         # A step is a rollout and more; its tokens a second follow from its share.
         step_s = num_tokens / got["effective_tok_s"]
