@@ -15,7 +15,7 @@ class RolloutStats:
         policy_version: Weights it ran on.
         generated_tokens: Tokens of the rows that finished.
         lengths: Tokens of each of them, in the order in which they did.
-        num_stopped: Those of them that ended by an EOS.
+        num_stopped: Those of them that ended by an EOS or a stop string.
         engine_steps: Steps that launched a batch.
         decode_steps: Those of them in which a row decoded.
         decoded_rows: Rows summed over those steps.
@@ -116,7 +116,7 @@ class RolloutStats:
         self.warmup_s += seconds
 
     def ended(self, lengths: Sequence[int], num_stopped: int) -> None:
-        """Record rows that finished with so many tokens each, `num_stopped` of them by an EOS."""
+        """Record rows that finished with so many tokens each, `num_stopped` of them not cut off."""
         self.lengths += lengths
         self.num_stopped += num_stopped
 

@@ -185,7 +185,7 @@ def test_a_rollouts_line_says_the_most_important():
     line = summary(finished([10, 1200], 1))
     assert line == (
         "rollout of 2 rows under policy version 4: 1,210 tokens in 2.00 s (605 tok/s), 605 a row, "
-        "1,200 at most, 1 ended by EOS; time: host_bound 100%"
+        "1,200 at most, 1 stopped; time: host_bound 100%"
     )
     assert summary(RolloutStats()).endswith("time: ")
 
