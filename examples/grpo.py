@@ -7,6 +7,7 @@
 Every argument of TRL's GRPOConfig and of RolloutConfig works on the command line and in the YAML.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -132,8 +133,11 @@ def main(
 ) -> None:
     os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; WANDB_MODE=online syncs
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    logging.basicConfig(format="%(message)s")
     parser = parser_class((ScriptArguments, config_class, RolloutConfig))
     script, args, config = parser.parse_args_and_config()
+    for name in ("rollout", "trainers"):  # with --log_level info, a line for each rollout
+        logging.getLogger(name).setLevel(args.get_process_log_level())
     trainer = build_trainer(script, args, trainer_class)
     if script.rollouts == "engine":
         RolloutGenerator(config).attach(trainer)

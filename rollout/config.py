@@ -86,7 +86,8 @@ class RolloutConfig:
     trace: str = "off"
     """Which rollouts of a training under TRL leave a timeline, pictures and a trace for Perfetto in
     its `output_dir`. `off`: none; `last`: the last one; `every:N`: the first and every N-th after
-    it. The others pay nothing."""
+    it. Of several in one step, such as turns of a tool loop, the first counts. The others pay
+    nothing."""
 
     @property
     def exact(self) -> bool:

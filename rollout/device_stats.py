@@ -20,7 +20,13 @@ NVML_SHARE = "gpu_nvml_utilization"
 
 
 class DeviceMeter(ABC):
-    """Mean shares, from 0 to 1, between `begin` and `end`."""
+    """Mean shares, from 0 to 1, between `begin` and `end`.
+
+    Attributes:
+        reads: What it reads, in words.
+    """
+
+    reads: str
 
     @abstractmethod
     def begin(self) -> None:
@@ -33,6 +39,8 @@ class DeviceMeter(ABC):
 
 class NoMeter(DeviceMeter):
     """For a CPU, and where NVML is out of reach: a driver without it, MIG, a container."""
+
+    reads = "nothing: NVML is out of reach"
 
     def begin(self) -> None:
         """Measure nothing."""
@@ -49,6 +57,8 @@ class GpmMeter(DeviceMeter):
         nvml: NVIDIA's module, initialised.
         handle: Its handle of the GPU.
     """
+
+    reads = "GPM: SMs, tensor cores and DRAM"
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -110,6 +120,8 @@ class UtilisationMeter(DeviceMeter):
         period_s: Seconds between two samples.
     """
 
+    reads = "NVML's utilisation alone: the driver has no GPM for this GPU"
+
     def __init__(self, nvml: Any, handle: Any, period_s: float = _PERIOD_S) -> None:
         self._nvml, self._handle, self._period_s = nvml, handle, period_s
         self._stop = threading.Event()
@@ -127,7 +139,7 @@ class UtilisationMeter(DeviceMeter):
         """Stop it, without waiting for it."""
         self._stop.set()
         running, self._thread = self._thread is not None, None
-        samples = list(self._samples)
+        samples = self._samples[1:] or self._samples[:]  # the first is of the time before
         return {NVML_SHARE: sum(samples) / len(samples)} if running and samples else {}
 
     def _sample(self) -> None:

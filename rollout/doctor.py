@@ -9,9 +9,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rollout.device_stats import open_meter
 from rollout.driver import why_no_virtual_memory
 
-_PACKAGES = ("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy")
+_PACKAGES = (
+    *("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy"),
+    *("nvidia-ml-py", "matplotlib", "wandb"),
+)
 _COPY_BYTES = 2**28
 _COPIES = 20
 
@@ -50,6 +54,7 @@ def _device() -> Iterator[tuple[str, str]]:
     yield "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     yield "kernels", _try_kernels() or "Triton: KV store, paged attention, sampling"
     yield "arena", _no_virtual_memory() or "virtual memory: addresses stay when it grows and sleeps"
+    yield "driver's counters", open_meter(f"GPU-{properties.uuid}").reads
     yield "copy on the device", f"{copy_bandwidth('cuda', 'cuda') / 1e12:.2f} TB/s, read and write"
     yield "copy to the device", f"{copy_bandwidth('cpu', 'cuda') / 1e9:.1f} GB/s, pinned"
 

@@ -204,7 +204,7 @@ class RolloutEngine(EngineLife):
         pages, stats = self.scheduler.pages, self.stats
         stats.launched(len(batch.rows), pages.num_used, num_bytes)
         stats.paged(pages.num_shared, pages.num_free)
-        stats.prefilled(batch.num_prefilled, batch.num_shared)
+        stats.prefilled(batch.num_prefilled, batch.num_attended, batch.num_shared)
         page_bytes = self.worker.kv_cache.layout.page_bytes
         stats.preempted(batch.num_preempted, len(batch.offloads) * page_bytes)
         num_padded = self.worker.graphs.padded(len(batch.rows))

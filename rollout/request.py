@@ -139,6 +139,12 @@ class Batch:
         """Prompt tokens to prefill."""
         return sum(len(segment.tokens) for segment in self.segments)
 
+    @property
+    def num_attended(self) -> int:
+        """Tokens that those attend to, summed: each to itself, and to all of its row before it."""
+        sizes = [(segment.start, len(segment.tokens)) for segment in self.segments]
+        return sum(size * start + size * (size + 1) // 2 for start, size in sizes)
+
 
 @dataclass(frozen=True, eq=False)
 class Completion:

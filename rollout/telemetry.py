@@ -15,7 +15,7 @@ class RolloutStats:
         policy_version: Weights it ran on.
         generated_tokens: Tokens of the rows that finished.
         lengths: Tokens of each of them, in the order in which they did.
-        num_stopped: Those of them that ended by an EOS.
+        num_stopped: Those of them that ended by an EOS or a stop string.
         engine_steps: Steps that launched a batch.
         decode_steps: Those of them in which a row decoded.
         decoded_rows: Rows summed over those steps.
@@ -26,6 +26,7 @@ class RolloutStats:
         offloaded_bytes: Bytes of their KV moved to the host.
         h2d_bytes: Bytes uploaded.
         prefilled_tokens: Prompt tokens whose KV was computed, and others that it was again.
+        attended_tokens: Tokens that those have attended to, summed.
         shared_tokens: Prompt tokens whose KV another row had, or was about to have.
         mapped_bytes: Most bytes that KV pages took.
         released_bytes: Bytes that torch gave back from its cache for them and for cast weights.
@@ -55,6 +56,7 @@ class RolloutStats:
     offloaded_bytes: int = 0
     h2d_bytes: int = 0
     prefilled_tokens: int = 0
+    attended_tokens: int = 0
     shared_tokens: int = 0
     mapped_bytes: int = 0
     released_bytes: int = 0
@@ -91,9 +93,10 @@ class RolloutStats:
         self.preemptions += num_rows
         self.offloaded_bytes += num_bytes
 
-    def prefilled(self, num_tokens: int, num_shared: int) -> None:
-        """Record the prompt tokens that a batch computes, and those that it need not."""
+    def prefilled(self, num_tokens: int, num_attended: int, num_shared: int) -> None:
+        """Record the prompt tokens that a batch computes, what they attend to, and those spared."""
         self.prefilled_tokens += num_tokens
+        self.attended_tokens += num_attended
         self.shared_tokens += num_shared
 
     def mapped(self, num_bytes: int, num_released: int, seconds: float) -> None:
@@ -113,7 +116,7 @@ class RolloutStats:
         self.warmup_s += seconds
 
     def ended(self, lengths: Sequence[int], num_stopped: int) -> None:
-        """Record rows that finished with so many tokens each, `num_stopped` of them by an EOS."""
+        """Record rows that finished with so many tokens each, `num_stopped` of them not cut off."""
         self.lengths += lengths
         self.num_stopped += num_stopped
 

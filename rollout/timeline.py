@@ -1,7 +1,7 @@
 """What ran when, on host and device: shares, and a picture."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,27 +75,31 @@ class Timeline:
         return Timeline([i for i in self.intervals if i.start_s >= began])
 
     def middle(self, seconds: float) -> "Timeline":
-        """The intervals of so many seconds around the middle of the rollout."""
+        """So many seconds around the middle of the rollout; what reaches beyond them is cut."""
         starts = [interval.start_s for interval in self.intervals]
         first = (min(starts) + max(starts) - seconds) / 2
-        kept = [i for i in self.intervals if first <= i.start_s <= first + seconds]
-        return Timeline(kept)
+        last = first + seconds
+        kept = [i for i in self.intervals if i.stop_s > first and i.start_s < last]
+        spans = [(max(i.start_s, first), min(i.stop_s, last)) for i in kept]
+        return Timeline(
+            [replace(i, start_s=a, stop_s=b) for i, (a, b) in zip(kept, spans, strict=True)]
+        )
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """What Perfetto and Chrome's `about:tracing` read, as JSON: microseconds from the beginning."""
     origin = min((interval.start_s for interval in timeline.intervals), default=0.0)
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": name}}
-        for track, name in enumerate(TRACKS)
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
+        for track, name in enumerate(TRACKS, start=1)  # 0 is the idle process's to Perfetto
     ]
     for interval in timeline.intervals:
         events.append(
             {
                 "ph": "X",
                 "name": interval.name,
-                "pid": 0,
-                "tid": TRACKS.index(interval.track),
+                "pid": 1,
+                "tid": 1 + TRACKS.index(interval.track),
                 "ts": (interval.start_s - origin) * 1e6,
                 "dur": (interval.stop_s - interval.start_s) * 1e6,
                 "args": {"rows": interval.num_rows} if interval.track == "compute" else {},
@@ -145,7 +149,8 @@ def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
             if track == "compute":
                 axis.broken_barh(bars(timeline.gaps(track)), (height + 0.1, 0.8), color=_IDLE)
         axis.set_yticks([height + 0.5 for height in range(len(TRACKS))], TRACKS[::-1])
-        axis.set_title(f"{title}: device busy {timeline.busy_share('compute'):.1%}", loc="left")
+        busy = f"device busy {timeline.busy_share('compute'):.1%}, idle in red"
+        axis.set_title(f"{title}: {busy}", loc="left")
     figure.axes[-1].set_xlabel("ms")
     figure.tight_layout()
     figure.savefig(path, dpi=150)

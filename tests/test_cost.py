@@ -85,7 +85,13 @@ def engine_on(device):
     return SimpleNamespace(worker=worker)
 
 
-STATS = SimpleNamespace(engine_steps=4, duration_s=2.0, attribution=SimpleNamespace(busy_s=1.5))
+STATS = SimpleNamespace(
+    engine_steps=4,
+    duration_s=2.0,
+    prefilled_tokens=2,
+    attended_tokens=3,
+    attribution=SimpleNamespace(busy_s=1.5),
+)
 PROMPTS, LENGTHS = [[1, 2, 3], [1, 2, 3], [9]], [2, 3, 1]
 
 
@@ -102,6 +108,22 @@ def test_a_gpus_shares_are_what_was_needed_over_what_it_could(monkeypatch):
     monkeypatch.setattr(utilisation, "peak_operations", lambda name: None)
     found = Utilisation(engine_on("cuda")).metrics(STATS, PROMPTS, LENGTHS)
     assert list(found) == ["rollout/gpu_busy", "rollout/mbu"]
+
+
+def test_prompts_cost_what_had_to_be_computed_of_them(monkeypatch):
+    """A later turn finds KV of the one before, and preempted rows are computed again."""
+    monkeypatch.setattr(utilisation, "copy_bandwidth", lambda source, target: 1e4)
+    monkeypatch.setattr(utilisation, "peak_operations", lambda name: 1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+
+    def operations(prefilled, attended):
+        stats = SimpleNamespace(**vars(STATS))
+        stats.prefilled_tokens, stats.attended_tokens = prefilled, attended
+        found = Utilisation(engine_on("cuda")).metrics(stats, PROMPTS, LENGTHS)
+        return found["rollout/mfu"] * stats.duration_s
+
+    assert operations(2, 3) - operations(1, 2) == pytest.approx(7 + 3)
+    assert operations(5, 9) == operations(2, 3)
 
 
 def test_weights_cost_what_they_do_in_the_rollout(monkeypatch):

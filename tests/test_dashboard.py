@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,11 +24,19 @@ def test_the_layout_is_written_without_wandb_or_torch(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
     sections = json.loads(path.read_text())["sections"]
-    assert [section["name"] for section in sections] == list(dashboard.SECTIONS)
-    names = [y for section in sections for panel in section["panels"] for y in panel["y"]]
+    *plotted, pictured = sections
+    assert [section["name"] for section in plotted] == list(dashboard.SECTIONS)
+    names = [y for section in plotted for panel in section["panels"] for y in panel["y"]]
     assert all(name.startswith(("train/rollout/", "train/sampling/")) for name in names)
     assert {f"train/rollout/time/{part}" for part in PARTS} <= set(names)
-    assert {panel["x"] for section in sections for panel in section["panels"]} == {dashboard.X}
+    assert {panel["x"] for section in plotted for panel in section["panels"]} == {dashboard.X}
+    pictures = [key for panel in pictured["panels"] for key in panel["media_keys"]]
+    assert pictures == [f"train/rollout/{name}" for name in ("timeline", "progress", "lengths")]
+
+
+def test_the_layout_in_the_examples_is_todays():
+    path = Path(dashboard.__file__).parent.parent / "examples" / "dashboard.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == dashboard.layout()
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
@@ -58,9 +67,15 @@ class LinePlot:
 
 
 @dataclass
+class MediaBrowser:
+    title: str
+    media_keys: list[str]
+
+
+@dataclass
 class Section:
     name: str
-    panels: list[LinePlot]
+    panels: list[LinePlot | MediaBrowser]
     is_open: bool
 
 
@@ -83,7 +98,8 @@ SAVED: list[Workspace] = []
 def test_every_panel_is_laid_out_in_the_project(monkeypatch, capsys):
     home, reports, spaces = (ModuleType(name) for name in ("w", "reports", "workspaces"))
     version = ModuleType("v2")
-    version.LinePlot, spaces.Section, spaces.Workspace = LinePlot, Section, Workspace
+    version.LinePlot, version.MediaBrowser = LinePlot, MediaBrowser
+    spaces.Section, spaces.Workspace = Section, Workspace
     modules = {"": home, ".reports": reports, ".reports.v2": version, ".workspaces": spaces}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"wandb_workspaces{name}", module)
@@ -91,5 +107,9 @@ def test_every_panel_is_laid_out_in_the_project(monkeypatch, capsys):
     assert capsys.readouterr().out.strip() == "https://wandb.example/mine"
     (saved,) = SAVED
     assert (saved.entity, saved.project) == ("me", "mine")
-    titles = {section.name: [p.title for p in section.panels] for section in saved.sections}
-    assert titles == {name: list(panels) for name, panels in dashboard.SECTIONS.items()}
+    for section in saved.sections:
+        kind = MediaBrowser if section.name == "Rollout pictures" else LinePlot
+        assert {type(panel) for panel in section.panels} == {kind}
+    found = {section.name: [p.title for p in section.panels] for section in saved.sections}
+    wanted = {name: list(panels) for name, panels in dashboard.SECTIONS.items()}
+    assert found == {**wanted, "Rollout pictures": list(dashboard.PICTURES)}

@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pynvml
 import pytest
 import tiny
 
@@ -29,12 +30,13 @@ class FakeNvml(SimpleNamespace):
 
     NVMLError = FakeError
     NVML_GPM_METRICS_GET_VERSION = 1
+    NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_ANY_TENSOR_UTIL = 2, 5
+    NVML_GPM_METRIC_DRAM_BW_UTIL = 10
 
     def __init__(self, gpm=True, broken=()):
         super().__init__()
         self.gpm, self.broken, self.time, self.held = gpm, set(broken), 0, 0
-        for index, name in enumerate(GPM_SHARES.values()):
-            setattr(self, name, index + 2)
+        self.missing = None  # metric that the GPU does not have
 
     def _check(self, name):
         if name in self.broken:
@@ -73,13 +75,13 @@ class FakeNvml(SimpleNamespace):
         assert asked.sample1.time < asked.sample2.time
         for metric in asked.metrics[: asked.numMetrics]:
             metric.value = 10.0 * metric.metricId
-        asked.metrics[1].nvmlReturn = 3  # this one the GPU does not have
+            metric.nvmlReturn = 3 if metric.metricId == self.missing else 0
         return asked
 
     def nvmlDeviceGetUtilizationRates(self, handle):
         self._check("rates")
         self.time += 1
-        return SimpleNamespace(gpu=50 + self.time)
+        return SimpleNamespace(gpu=90 if self.time == 1 else 40)
 
 
 def test_shares_are_means_between_two_readings_and_nothing_leaks():
@@ -88,11 +90,21 @@ def test_shares_are_means_between_two_readings_and_nothing_leaks():
     assert meter.end() == {}
     for _ in range(3):
         meter.begin()
-        assert meter.end() == {"gpu_sm_active": 0.2, "gpu_dram_active": 0.4}
+        shares = {"gpu_sm_active": 0.2, "gpu_tensor_active": 0.5, "gpu_dram_active": 1.0}
+        assert meter.end() == shares
+    nvml.missing = nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL
+    meter.begin()
+    assert meter.end() == {"gpu_sm_active": 0.2, "gpu_dram_active": 1.0}
     meter.begin()
     meter.begin()
     meter.end()
     assert nvml.held == 0
+
+
+def test_counters_have_the_names_and_numbers_that_nvidia_gives_them():
+    assert set(GPM_SHARES.values()) <= set(vars(pynvml))
+    for name in GPM_SHARES.values():
+        assert getattr(FakeNvml, name) == getattr(pynvml, name)
 
 
 @pytest.mark.parametrize("broken", ["sample", "metrics"])
@@ -114,8 +126,7 @@ def test_the_thread_samples_until_the_end_and_keeps_no_process_alive():
     (thread,) = (t for t in threading.enumerate() if t.name == "twinslot-nvml")
     assert thread.daemon
     time.sleep(0.05)
-    share = meter.end()[NVML_SHARE]
-    assert share > 0.51
+    assert meter.end()[NVML_SHARE] == pytest.approx(0.4)  # the first sample is left out
     thread.join(5)
     assert not thread.is_alive()
     assert meter.end() == {}
@@ -132,7 +143,13 @@ def test_the_best_meter_is_taken(monkeypatch):
     ]:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         assert type(open_meter("GPU-1")) is wanted
+        assert open_meter("GPU-1").reads.startswith(("GPM", "NVML's utilisation", "nothing"))
     assert type(open_meter(None)) is NoMeter
+
+
+def test_a_machine_without_that_gpu_is_measured_by_nobody():
+    """NVIDIA's own module, with a driver or without one."""
+    assert type(open_meter("GPU-00000000-0000-0000-0000-000000000000")) is NoMeter
 
 
 def test_a_rollout_is_measured_from_its_first_row_to_its_last(monkeypatch):

@@ -19,13 +19,20 @@ def run_doctor():
 def test_on_a_cpu_it_says_what_is_degraded_and_why():
     printed = run_doctor()
     assert torch.__version__.split("+")[0] in printed
-    for finding in ("transformers", "trl", "plain torch", "plain tensors", "no CUDA device"):
+    for finding in (
+        "transformers",
+        "trl",
+        "wandb",
+        "plain torch",
+        "plain tensors",
+        "no CUDA device",
+    ):
         assert finding in printed
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_measures_and_finds_nothing_degraded():
     printed = run_doctor()
-    findings = ("Triton", "virtual memory", "TB/s", "GB/s", "nothing")
+    findings = ("Triton", "virtual memory", "driver's counters", "TB/s", "GB/s", "nothing")
     for finding in (torch.cuda.get_device_name(), *findings):
         assert finding in printed

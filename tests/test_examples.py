@@ -52,7 +52,7 @@ def outcomes(tmp_path_factory):
     commands = {
         "generate": [EXAMPLES / "generate.py", "--rows", "3", "--max_new_tokens", "5"],
         "ppo": training(*SILENT, *value_epochs, script="ppo.py", config="demo_ppo.yaml"),
-        "folders": training(*model_and_dataset(folder), *SILENT),
+        "folders": training(*model_and_dataset(folder), *SILENT, "--log_level", "info"),
         "no gain": training("--required_gain", "0.9", "--report_to", "none"),
         "trl": training("--rollouts", "trl", *SILENT),
         "unknown": training("--max_row", "3", "--report_to", "none"),
@@ -101,6 +101,12 @@ def test_models_and_datasets_are_loaded_by_name_or_folder(outcomes):
     result = outcomes["folders"]
     assert result.returncode == 0, result.stderr
     assert re.search(r"tokens/s.*│ +\d+", result.stdout)
+
+
+def test_each_rollout_has_a_line_where_one_is_asked_for(outcomes):
+    line = r"rollout of \d+ rows under policy version (\d+): .* tok/s\)"
+    assert re.findall(line, outcomes["folders"].stderr) == ["1", "2", "3"]
+    assert not re.findall(line, outcomes["trl"].stderr + outcomes["ppo"].stderr)
 
 
 def test_a_run_without_a_rising_reward_fails(outcomes):

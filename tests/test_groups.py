@@ -24,6 +24,7 @@ def test_a_group_costs_one_prefill_and_one_copy_of_its_pages(length):
         completions = engine.generate([prompt(length)] * 8, GREEDY)
         stats = engine.stats
         assert stats.prefilled_tokens == length - 1
+        assert stats.attended_tokens == length * (length - 1) // 2
         assert stats.shared_tokens == 7 * (length - 1)
         full, own = (length - 1) // PAGE, -(-(length + 6) // PAGE) - (length - 1) // PAGE
         assert stats.peak_pages <= full + 8 * own
@@ -88,7 +89,9 @@ def test_a_later_turn_prefills_what_it_adds_under_the_same_weights():
         (again,) = engine.generate([turn], GREEDY, same_weights=True)
         written = len(first) + len(done.token_ids) - 1  # the last token's KV never was
         assert engine.stats.shared_tokens == written // PAGE * PAGE
-        assert engine.stats.prefilled_tokens == len(turn) - 1 - engine.stats.shared_tokens
+        shared = engine.stats.shared_tokens
+        assert engine.stats.prefilled_tokens == len(turn) - 1 - shared
+        assert engine.stats.attended_tokens == sum(range(shared + 1, len(turn)))
         assert again.token_ids == tiny.greedy(model, turn, 6)
         engine.generate([turn], GREEDY)  # the weights may have changed
         assert engine.stats.shared_tokens == 0

@@ -9,8 +9,9 @@ import pytest
 import torch
 import trl_trainer
 
+from rollout.attribution import PARTS
 from rollout.telemetry import RolloutStats
-from trainers.metrics import gap_metrics, rollout_metrics, summary
+from trainers.metrics import gap_metrics, rollout_metrics, summary, time_metrics
 from trainers.steps import StepClock
 
 RAW = "sampling/raw_importance_sampling_ratio"
@@ -126,11 +127,65 @@ def test_a_rollouts_lengths_and_ends_are_told():
     assert not [name for name in rollout_metrics(RolloutStats()) if "length" in name]
 
 
+def test_every_count_goes_to_its_own_metric():
+    """No two are alike here, so that none can stand in another's place."""
+    stats = RolloutStats(
+        policy_version=3,
+        generated_tokens=1000,
+        decode_steps=16,
+        decoded_rows=1008,
+        peak_pages=30,
+        peak_shared_pages=5,
+        least_free_pages=7,
+        preemptions=11,
+        offloaded_bytes=2**28,
+        prefilled_tokens=30,
+        shared_tokens=10,
+        mapped_bytes=2**31,
+        released_bytes=2**32,
+        wake_s=0.25,
+        sleep_s=0.75,
+        cast_bytes=2**29,
+        cast_s=0.5,
+        captured_graphs=13,
+        duration_s=4.0,
+        device={"gpu_sm_active": 0.125},
+    )
+    wanted = {
+        "generated_tok_s": 250,
+        "duration_s": 4,
+        "kv_pages_used": 30,
+        "kv_pages_shared": 5,
+        "kv_pages_free": 7,
+        "preemptions": 11,
+        "offloaded_gib": 0.25,
+        "rows_live": 63,
+        "overrun_rows": 8,
+        "prefix_hit_rate": 0.25,
+        "policy_version": 3,
+        "graphs_captured": 13,
+        "kv_mapped_gib": 2,
+        "released_gib": 4,
+        "wake_ms": 250,
+        "cast_weights_gib": 0.5,
+        "cast_weights_ms": 500,
+        "gpu_sm_active": 0.125,
+    }
+    assert rollout_metrics(stats) == {f"rollout/{name}": value for name, value in wanted.items()}
+
+
+def test_every_share_goes_to_its_own_metric(monkeypatch):
+    shares = {part: (1 + i) / 36 for i, part in enumerate(PARTS)}
+    monkeypatch.setattr(RolloutStats, "time_shares", shares)
+    found = time_metrics(RolloutStats())
+    assert found == {f"rollout/time/{part}": share for part, share in shares.items()}
+
+
 def test_a_rollouts_line_says_the_most_important():
     line = summary(finished([10, 1200], 1))
     assert line == (
         "rollout of 2 rows under policy version 4: 1,210 tokens in 2.00 s (605 tok/s), 605 a row, "
-        "1,200 at most, 1 ended by EOS; time: host_bound 100%"
+        "1,200 at most, 1 stopped; time: host_bound 100%"
     )
     assert summary(RolloutStats()).endswith("time: ")
 
@@ -153,22 +208,27 @@ def test_steps_are_measured_without_what_lies_between_them(monkeypatch):
         clock.on_step_end(None, None, None)
         now[0] += 1000  # logging, saving
 
+    def evaluate():
+        model.training = False
+        clock.begin()
+        clock.count(num_tokens=30, seconds=0.5)
+        now[0] += 1.0
+        clock.on_prediction_step(None, None, None)
+        clock.on_prediction_step(None, None, None)
+        model.training = True
+
     step(4.0, 800, 1.0)
     step(2.0)  # trains on the same completions
+    evaluate()
     step(2.0, 800, 1.0)
+    evaluate()
     assert found["train"] == {
         "rollout/effective_tok_s": [200, 200],
         "rollout/tok_s_per_gpu": [50, 50],
         "rollout/step_share": [0.25, 0.25],
     }
-    model.training = False
-    clock.begin()
-    clock.count(num_tokens=30, seconds=0.5)
-    now[0] += 1.0
-    clock.on_prediction_step(None, None, None)
-    clock.on_prediction_step(None, None, None)
-    assert found["eval"]["rollout/effective_tok_s"] == [30]
-    assert found["eval"]["rollout/step_share"] == [0.5]
+    assert found["eval"]["rollout/effective_tok_s"] == [30, 30]
+    assert found["eval"]["rollout/step_share"] == [0.5, 0.5]
 
 
 def test_a_training_logs_them_for_training_and_evaluation_apart(tmp_path):

@@ -2,12 +2,15 @@
 
 import logging
 import sys
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import trl_trainer
 
+import trainers.progress
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from trainers.progress import progress, shows_progress
 
@@ -49,9 +52,47 @@ def test_it_is_shown_where_somebody_looks(
     assert shows_progress(trainer, generator.engine) is shown
 
 
+@pytest.mark.parametrize(("period_s", "num_shown"), [(0, 40), (100, 1)])
+def test_it_is_drawn_now_and_then_and_in_the_end(monkeypatch, period_s, num_shown):
+    screen = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(trainers.progress, "_PERIOD_S", period_s)
+    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=4, page_tokens=4)) as engine:
+        sampling = [SamplingParams(max_new_tokens=37 + i) for i in range(4)]
+        with progress(engine, 4, 40):
+            engine.generate(tiny.prompts(4), sampling)
+    shown = [line for line in screen.text.split("\r") if "tok/s" in line]
+    assert num_shown <= len(shown) <= num_shown + 2
+    assert "4/4" in shown[-1]
+
+
+def test_the_bar_says_what_the_engine_does(monkeypatch):
+    screen, now = Terminal(True), [0.0]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    stats, scheduler = SimpleNamespace(), SimpleNamespace()
+    states = [(2, 600, 10, 7, 3), (4, 1200, 20, 6, 0), (8, 2000, 40, 5, 0)]
+
+    def step():
+        state = states.pop(0)
+        now[0], stats.decoded_rows, stats.decode_steps, *rows = state
+        scheduler.num_live, scheduler.num_waiting = rows
+        return []
+
+    engine = SimpleNamespace(stats=stats, scheduler=scheduler, step=step)
+    with progress(engine, 12, most_tokens=50):
+        for _ in range(3):
+            engine.step()
+    shown = [line for line in screen.text.split("\r") if "tok/s" in line]
+    assert "7 live, 300 tok/s]" in shown[0]
+    assert "6 live, 300 tok/s, at most 00:10 to the end]" in shown[1]  # 50 steps of 0.2 s
+    assert "5 live, 250 tok/s, at most 00:06 to the end]" in shown[2]  # 30 of them
+
+
 def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
     screen = Terminal(True)
     monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(trainers.progress, "_PERIOD_S", 0)
     sampling = [SamplingParams(max_new_tokens=5 + 4 * i) for i in range(6)]
     with RolloutEngine(tiny.build(), RolloutConfig(max_rows=3, page_tokens=4)) as engine:
         with progress(engine, 6, 25):
@@ -91,3 +132,13 @@ def test_a_healthy_training_says_one_line_a_rollout_and_warns_of_nothing(tmp_pat
         assert "tok/s" in line
         assert "compute" in line
         assert "\n" not in line
+
+
+def test_other_ranks_say_nothing(tmp_path, monkeypatch, caplog):
+    trainer = trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
+    with caplog.at_level(logging.INFO):
+        trainer._generate(["xyz"] * 4)
+    generator.detach()
+    assert not [record for record in caplog.records if record.name == "trainers.watch"]

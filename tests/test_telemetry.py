@@ -25,10 +25,10 @@ def test_nothing_has_happened_yet():
 
 def test_launches_add_up_and_pages_peak():
     stats = RolloutStats()
-    for num_rows, num_pages in [(4, 10), (3, 12), (2, 5)]:
-        stats.launched(num_rows, num_pages, 10)
+    for num_rows, num_pages, num_bytes in [(4, 10, 64), (3, 12, 32), (2, 5, 16)]:
+        stats.launched(num_rows, num_pages, num_bytes)
     assert (stats.engine_steps, stats.decoded_rows, stats.peak_pages) == (3, 9, 12)
-    assert stats.rows_live == 3.0
+    assert (stats.rows_live, stats.h2d_bytes) == (3.0, 112)
 
 
 def test_the_tightest_moment_of_memory_is_kept_and_preemptions_add_up():
@@ -40,6 +40,22 @@ def test_the_tightest_moment_of_memory_is_kept_and_preemptions_add_up():
         stats.preempted(num_rows, num_bytes)
     assert (stats.peak_shared_pages, stats.least_free_pages) == (5, 0)
     assert (stats.preemptions, stats.offloaded_bytes) == (3, 512)
+
+
+def test_most_memory_is_kept_and_what_taking_it_cost_adds_up():
+    stats = RolloutStats()
+    for num_bytes, num_released, seconds in [(512, 64, 0.5), (1024, 0, 0.25), (256, 32, 0.0)]:
+        stats.mapped(num_bytes, num_released, seconds)
+    assert (stats.mapped_bytes, stats.released_bytes, stats.wake_s) == (1024, 96, 0.75)
+
+
+def test_prompt_tokens_add_up():
+    stats = RolloutStats()
+    assert stats.prefix_hit_rate == 0
+    for num_tokens, num_attended, num_shared in [(6, 21, 0), (3, 6, 27)]:
+        stats.prefilled(num_tokens, num_attended, num_shared)
+    assert (stats.prefilled_tokens, stats.attended_tokens, stats.shared_tokens) == (9, 27, 27)
+    assert stats.prefix_hit_rate == 0.75
 
 
 def test_casts_of_one_rollout_add_up():

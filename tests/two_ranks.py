@@ -74,9 +74,9 @@ def turns():
     one = torch.ones(1, device=trainer.accelerator.device)
     return trainer.accelerator.gather(one).sum().item()
 
-before = clock._num_tokens
+before = clock._steps[True].num_tokens
 found["ranks"] = generator._share_version(turns)
-found["own"], found["counted"] = sum(own), clock._num_tokens - before
+found["own"], found["counted"] = sum(own), clock._steps[True].num_tokens - before
 try:  # before rows are shared out
     generator.generate([[9]], ["image"] if rank == 1 else None, 1)
 except Exception as error:

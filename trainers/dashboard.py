@@ -83,9 +83,16 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# Panel -> what traced rollouts leave; see `traces`.
+PICTURES = {
+    "host and device": "rollout/timeline",
+    "rows and speed": "rollout/progress",
+    "lengths": "rollout/lengths",
+}
+
 
 def layout() -> dict[str, Any]:
-    """The panels by section, as JSON has them."""
+    """The panels by section, as JSON has them: plots of metrics, and pictures."""
     sections = [
         {
             "name": name,
@@ -96,6 +103,10 @@ def layout() -> dict[str, Any]:
         }
         for name, panels in SECTIONS.items()
     ]
+    pictures = [
+        {"title": title, "media_keys": [f"train/{picture}"]} for title, picture in PICTURES.items()
+    ]
+    sections.append({"name": "Rollout pictures", "panels": pictures})
     return {"name": "Rollouts", "sections": sections}
 
 
@@ -110,7 +121,7 @@ def save(project: str, entity: str | None) -> str:
         ConfigError: wandb-workspaces is not installed.
     """
     try:
-        from wandb_workspaces.reports.v2 import LinePlot
+        from wandb_workspaces.reports.v2 import LinePlot, MediaBrowser
         from wandb_workspaces.workspaces import Section, Workspace
     except ImportError as error:
         raise ConfigError(
@@ -121,7 +132,10 @@ def save(project: str, entity: str | None) -> str:
     sections = [
         Section(
             name=section["name"],
-            panels=[LinePlot(**panel) for panel in section["panels"]],
+            panels=[
+                MediaBrowser(**panel) if "media_keys" in panel else LinePlot(**panel)
+                for panel in section["panels"]
+            ],
             is_open=True,
         )
         for section in wanted["sections"]

@@ -78,7 +78,7 @@ def summary(stats: RolloutStats) -> str:
         f"rollout of {len(stats.lengths)} rows under policy version {stats.policy_version}: "
         f"{stats.generated_tokens:,} tokens in {stats.duration_s:.2f} s "
         f"({stats.tokens_per_s:,.0f} tok/s), {sum(lengths) / len(lengths):,.0f} a row, "
-        f"{max(lengths):,} at most, {stats.num_stopped} ended by EOS; time: {stats.largest_shares}"
+        f"{max(lengths):,} at most, {stats.num_stopped} stopped; time: {stats.largest_shares}"
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from accelerate.utils import DistributedType
 from rich.console import Console
 from torch import nn
+from tqdm import tqdm
 
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
@@ -67,4 +68,5 @@ def _check_exact(kind: DistributedType, float32_head: bool) -> None:
 
 
 def _print_plan(plan: MemoryPlan) -> None:
-    Console(stderr=True).print(plan.table())
+    with tqdm.external_write_mode():  # the trainer's bar and the rollout's are being drawn
+        Console(stderr=True).print(plan.table())

@@ -44,7 +44,8 @@ def draw_lengths(lengths: Sequence[int], path: Path) -> None:
         path: Picture to write.
     """
     figure, axis = open_pyplot().subplots(figsize=(8, 4))
-    axis.hist(lengths, bins=min(_BINS, max(lengths)), range=(0, max(lengths)))
+    width = 1 + max(lengths) // _BINS  # whole tokens: no bin has one length more than the next
+    axis.hist(lengths, np.arange(0, max(lengths) + width + 1, width) - 0.5)
     axis.set_xlabel("tokens of a completion")
     axis.set_ylabel("completions")
     _save(figure, path)

@@ -47,12 +47,12 @@ class _Watch:
         done = step()
         if self._tail_began is None and not self._engine.scheduler.num_waiting:
             self._tail_began = self._engine.stats.decode_steps
+        self._bar.n += len(done)
         now = time.perf_counter()
-        if done or now - self._shown > _PERIOD_S:
+        # In the tail rows end in most steps, and to draw takes as long as a small model's step.
+        if now - self._shown > _PERIOD_S or self._bar.n == self._bar.total:
             self._shown = now
-            self._bar.set_postfix_str(self._state(now - self._began), refresh=False)
-            self._bar.update(len(done))
-            self._bar.refresh()
+            self._bar.set_postfix_str(self._state(now - self._began))
         return done
 
     def _state(self, seconds: float) -> str:

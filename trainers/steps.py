@@ -1,11 +1,31 @@
 """How much of a trainer's steps is spent generating."""
 
 import time
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerCallback
 
 from trainers.metrics import log_metrics
+
+
+@dataclass
+class _Steps:
+    """Steps that were not logged yet: their seconds, and of their rollouts seconds and tokens."""
+
+    seconds: float = 0.0
+    rollout_s: float = 0.0
+    num_tokens: int = 0
+
+    def metrics(self, num_processes: int) -> dict[str, float]:
+        """Tokens of all processes over a step's seconds, and the rollouts' share of those."""
+        tokens_per_s = self.num_tokens / self.seconds
+        return {
+            "rollout/effective_tok_s": tokens_per_s,
+            "rollout/tok_s_per_gpu": tokens_per_s / num_processes,
+            "rollout/step_share": self.rollout_s / self.seconds,
+        }
 
 
 class StepClock(TrainerCallback):
@@ -23,8 +43,8 @@ class StepClock(TrainerCallback):
         self._trainer = trainer
         self._num_processes = trainer.accelerator.num_processes
         self._began: float | None = None
-        self._step_s = self._rollout_s = 0.0
-        self._num_tokens = 0
+        # By mode: an evaluation comes between a step that did not generate and the next that does.
+        self._steps = defaultdict[bool, _Steps](_Steps)
 
     def begin(self) -> None:
         """A rollout begins, and with it the step, unless that has."""
@@ -33,8 +53,9 @@ class StepClock(TrainerCallback):
 
     def count(self, num_tokens: int = 0, seconds: float = 0.0) -> None:
         """Count of a rollout tokens of all processes, or seconds of this one."""
-        self._num_tokens += num_tokens
-        self._rollout_s += seconds
+        steps = self._steps[self._trainer.model.training]
+        steps.num_tokens += num_tokens
+        steps.rollout_s += seconds
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Begin a training step."""
@@ -51,17 +72,8 @@ class StepClock(TrainerCallback):
     def _end(self) -> None:
         if self._began is None:
             return
-        self._step_s += time.perf_counter() - self._began
+        mode = self._trainer.model.training
+        self._steps[mode].seconds += time.perf_counter() - self._began
         self._began = None
-        if self._num_tokens:
-            log_metrics(self._trainer, self._metrics())
-            self._step_s, self._rollout_s, self._num_tokens = 0.0, 0.0, 0
-
-    def _metrics(self) -> dict[str, float]:
-        """Tokens of all processes over a step's seconds, and the rollouts' share of those."""
-        tokens_per_s = self._num_tokens / self._step_s
-        return {
-            "rollout/effective_tok_s": tokens_per_s,
-            "rollout/tok_s_per_gpu": tokens_per_s / self._num_processes,
-            "rollout/step_share": self._rollout_s / self._step_s,
-        }
+        if self._steps[mode].num_tokens:
+            log_metrics(self._trainer, self._steps.pop(mode).metrics(self._num_processes))

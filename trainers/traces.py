@@ -45,7 +45,7 @@ class Traces(TrainerCallback):
 
     def __init__(self, trainer: Any, engine: RolloutEngine) -> None:
         self._trainer, self._engine = trainer, engine
-        self._num_seen = 0
+        self._num_seen, self._step = 0, -1
         self._kept: _Traced | None = None
         if engine.config.trace != "off":
             open_pyplot()
@@ -66,6 +66,10 @@ class Traces(TrainerCallback):
     def _is_due(self) -> bool:
         config, trainer = self._engine.config, self._trainer
         if config.trace == "off" or not trainer.model.training:
+            return False
+        # Turns of a tool loop are in one step, and would take each other's files.
+        step, self._step = self._step, trainer.state.global_step
+        if self._step == step:
             return False
         self._num_seen += 1
         period = config.trace_period or 1
@@ -95,7 +99,8 @@ class Traces(TrainerCallback):
         pictures = {name: folder / f"{stem}-{name}.png" for name in names}
         decoding = kept.timeline.decoding()
         shown = decoding if decoding.on("compute") else kept.timeline
-        draw({f"step {kept.step}": shown.middle(_PICTURE_S)}, pictures["timeline"])
+        title = f"step {kept.step}, {_PICTURE_S * 1e3:.0f} ms from its middle"
+        draw({title: shown.middle(_PICTURE_S)}, pictures["timeline"])
         draw_progress(kept.timeline, pictures["progress"])
         draw_lengths(kept.lengths, pictures["lengths"])
         self._send(pictures, kept.step)

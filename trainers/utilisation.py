@@ -18,9 +18,10 @@ class Utilisation:
         the bandwidth of a copy on this GPU, read and write counted, which is measured once, when
         this is made: before the engine has taken its memory. `contexts` are the tokens that each
         new token attends to, summed.
-    mfu: `token_operations` of every new token and of each different prompt's, and the operations of
-        their attention, over the seconds and the GPU's dense bf16 peak by its data sheet. There is
-        none for a GPU that `cost.peak_operations` does not know.
+    mfu: `token_operations` of every new token and of each different prompt's, but for those whose
+        KV an earlier turn has left, and the operations of their attention, over the seconds and the
+        GPU's dense bf16 peak by its data sheet. There is none for a GPU that
+        `cost.peak_operations` does not know.
 
     What was computed twice or for nothing does not count, nor do experts that a token is not sent
     to. On a CPU there are none of them.
@@ -58,9 +59,10 @@ class Utilisation:
         }
         if self._peak:
             # The last token of a prompt is the input of the row's first decode step.
-            prefilled = [len(prompt) - 1 for prompt in set(map(tuple, prompts))]
-            num_tokens = sum(lengths) + sum(prefilled)
-            attended = read + sum(n * (n + 1) // 2 for n in prefilled)
-            ran = cost.operations(num_tokens, attended)
+            wanted = [len(prompt) - 1 for prompt in set(map(tuple, prompts))]
+            # Less was run where an earlier turn has left KV, and more where rows were preempted.
+            prefilled = min(sum(wanted), stats.prefilled_tokens)
+            attended = min(sum(n * (n + 1) // 2 for n in wanted), stats.attended_tokens)
+            ran = cost.operations(sum(lengths) + prefilled, read + attended)
             found["rollout/mfu"] = ran / self._peak / stats.duration_s
         return found
