@@ -1,0 +1,53 @@
+"""Rows shared out between ranks, in a simulation of rollouts whose lengths are drawn.
+
+`pytest tests/test_balance.py -s` prints what `examples/README.md` says of it.
+"""
+
+import numpy as np
+import pytest
+
+from trainers.ranks import Group, deal
+
+# The 1.7B shape on an H200: weights and small kernels of a step; keys and values of one token.
+STEP_S, CONTEXT_S = 2.2e-3, 28e-9
+MOST, GROUP = 8192, 8
+
+
+def drawn(rng, medians, spread):
+    """Lengths of a rollout, `(prompts, GROUP)`."""
+    lengths = medians[:, None] * np.exp(rng.normal(0, spread, (len(medians), GROUP)))
+    return np.clip(lengths, 1, MOST).astype(int)
+
+
+def seconds(lengths):
+    """Of a rank with these rows: as many steps as the longest has, all contexts read."""
+    return STEP_S * lengths.max() + CONTEXT_S * (lengths.astype(float) ** 2).sum() / 2
+
+
+def speedups(median, spread, num_ranks, num_prompts=16, num_drawings=100):
+    """Over one GPU that does all ranks' rows one after the other: own rows, and shared out."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(num_drawings):
+        medians = median * np.exp(rng.normal(0, 0.7, num_ranks * num_prompts))
+        before, lengths = drawn(rng, medians, spread), drawn(rng, medians, spread)
+        groups = [
+            Group(index // num_prompts, index, [index], [0] * GROUP, float(mean))
+            for index, mean in enumerate(before.mean(axis=1))
+        ]
+        own = [seconds(part) for part in np.split(lengths, num_ranks)]
+        dealt = [
+            seconds(lengths[[g.first for g in part]]) if part else 0
+            for part in deal(groups, num_ranks)
+        ]
+        found.append([sum(own) / max(own), sum(own) / max(dealt)])
+    return np.mean(found, axis=0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize(("median", "spread"), [(1500, 0.4), (3000, 0.4), (3000, 0.8)])
+def test_rows_shared_out_by_earlier_lengths_end_together(median, spread, num_ranks):
+    own, dealt = speedups(median, spread, num_ranks)
+    what = f"median {median}, spread {spread}, {num_ranks} GPUs"
+    print(f"\n{what}: {own:.2f} x, shared out {dealt:.2f} x")  # noqa: T201
+    assert dealt > own
+    assert dealt > 0.88 * num_ranks
