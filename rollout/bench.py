@@ -36,7 +36,9 @@ from rollout.workload import LENGTHS, MODEL_HELP, Workload, build_model
 _SHORT, _TRACED = 2, 130  # new tokens of the runs beside the timed one
 _PICTURE_S = 0.05
 _NAN = float("nan")
-_NO_ENGINE = dict.fromkeys(("busy_share", "host_us", "h2d_bytes", "num_graphs"), _NAN)
+_NO_ENGINE = dict.fromkeys(
+    ("busy_share", "host_us", "host_median_us", "h2d_bytes", "num_graphs"), _NAN
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Measurement:
         floor_share: `floor_ms / step_ms`.
         busy_share: Share of the time in which the device was inside a launched batch.
         kernel_share: Share of a step in which a kernel ran.
-        host_us: Microseconds a step that planning and settling take.
+        host_us: Microseconds a step that planning and settling take, in the mean.
+        host_median_us: Likewise in the median: steps in which rows begin or end take longer.
         h2d_bytes: Bytes uploaded in a decode step that admits no row.
         peak_gib: Most GPU memory allocated or mapped.
         warmup_s: Seconds from nothing to the end of a first run of 2 tokens, less `prefill_s`.
@@ -70,6 +73,7 @@ class Measurement:
     busy_share: float
     kernel_share: float
     host_us: float
+    host_median_us: float
     h2d_bytes: float
     peak_gib: float
     warmup_s: float
@@ -88,6 +92,7 @@ _ROWS = {
     "busy_share": ("device inside a batch", "{:.2%}"),
     "kernel_share": ("device inside a kernel", "{:.1%}"),
     "host_us": ("host a step, µs", "{:.0f}"),
+    "host_median_us": ("in the median", "{:.0f}"),
     "h2d_bytes": ("uploaded a step, bytes", "{:,.0f}"),
     "peak_gib": ("peak memory, GiB", "{:.1f}"),
     "warmup_s": ("warm-up, s", "{:.1f}"),
@@ -121,7 +126,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
     with engine_run(work, ENGINE_MODES[mode]) as run:
         engine = run.engine
         numbers = _time(work, run.generate, began, lambda: engine.stats.decode_steps)
-        whole, host_us = engine.stats, run.host_us
+        whole, host_us, host_median_us = engine.stats, run.host_us, run.host_median_us
         numbers["peak_gib"] += whole.mapped_bytes / 2**30  # which torch knows nothing of
         with tracing(engine) as timelines[mode]:
             run.generate([min(_TRACED, work.new_tokens // 2)] * work.rows)
@@ -132,6 +137,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
             busy_share=decoding.busy_share("compute"),
             kernel_share=kernel_share(work, run.generate, step_s),
             host_us=host_us,
+            host_median_us=host_median_us,
             h2d_bytes=_slope(traced, whole),
             num_graphs=engine.worker.graphs.num_captured,
             attention="Triton, paged" if torch.cuda.is_available() else "plain torch, paged",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,16 @@ class EngineRun:
     def __init__(self, engine: RolloutEngine, work: Workload) -> None:
         self.engine = engine
         self._work = work
-        self._host_s, self._num_runs = 0.0, 0
-        self._commit, self._schedule = engine.scheduler.commit, engine.scheduler.schedule
-        engine.scheduler.schedule = self._timed(self._schedule)  # type: ignore[method-assign]
+        self._planning, self._settling, self._num_runs = list[float](), list[float](), 0
+        self._commit, schedule = engine.scheduler.commit, engine.scheduler.schedule
+        planning = _timed(schedule, self._planning)
+        engine.scheduler.schedule = planning  # type: ignore[method-assign]
         engine.scheduler.commit = self._ending  # type: ignore[method-assign]
 
     def generate(self, row_tokens: Sequence[int]) -> None:
         """Generate so many new tokens in each row."""
-        self._host_s = 0.0
+        self._planning.clear()
+        self._settling.clear()
         self._lengths = np.array(row_tokens)
         self._settled = np.zeros(len(row_tokens), np.int64)
         self._first_row: int | None = None
@@ -47,7 +50,13 @@ class EngineRun:
     @property
     def host_us(self) -> float:
         """Microseconds a step that planning and settling took in the last run."""
-        return self._host_s / self.engine.stats.engine_steps * 1e6
+        seconds = sum(self._planning) + sum(self._settling)
+        return seconds / self.engine.stats.engine_steps * 1e6
+
+    @property
+    def host_median_us(self) -> float:
+        """Those of a step in which no row comes or goes, which is most of them."""
+        return (median(self._planning) + median(self._settling)) * 1e6
 
     def _ending(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
         """Settle, with an end of sequence for each row that has its tokens."""
@@ -57,17 +66,18 @@ class EngineRun:
         self._settled[rows] += 1
         ends = self._settled[rows] >= self._lengths[rows]
         tokens = np.where(ends, _EOS, np.maximum(tokens, _EOS + 1))
-        return self._timed(self._commit)(batch, tokens, scores)
+        return _timed(self._commit, self._settling)(batch, tokens, scores)
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return call(*args)
-            finally:
-                self._host_s += time.perf_counter() - began
 
-        return timed
+def _timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def timed(*args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    return timed
 
 
 @contextmanager

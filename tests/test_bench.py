@@ -33,6 +33,7 @@ def test_every_mode_is_timed_on_the_same_rows_and_written_down(tmp_path):
         assert measured["floor_share"] == pytest.approx(measured["floor_ms"] / measured["step_ms"])
     for mode in ("two-slot", "one-slot"):
         assert found["modes"][mode]["host_us"] > 0
+        assert found["modes"][mode]["host_median_us"] > 0
         assert 0 < found["modes"][mode]["busy_share"] <= 1
         assert found["modes"][mode]["h2d_bytes"] == 4 * 8  # the lane of each row
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
