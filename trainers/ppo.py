@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -74,6 +75,7 @@ class PPOTrainer(GRPOTrainer):
         _check(self, value_model)
         model = _value_model(self) if value_model is None else value_model
         self.critic = Critic(model, self.args.critic_settings(), self.accelerator)
+        self.add_callback(_StandStill())
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep what TRL adds up and then compares: rewards of all ranks, a column a function."""
@@ -186,7 +188,7 @@ class PPOTrainer(GRPOTrainer):
         self._metrics["train" if self.model.training else "eval"].pop("frac_reward_zero_std", None)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss, without the divergence that the reward has, and without effect in warm-up."""
+        """TRL's loss, without the divergence that the reward has."""
         beta = self.beta
         if self.args.kl_coef:
             self.beta = 0.0
@@ -194,8 +196,7 @@ class PPOTrainer(GRPOTrainer):
             loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[no-untyped-call]
         finally:
             self.beta = beta
-        warming_up = self.state.global_step < self.args.value_warmup_steps
-        return loss * 0.0 if warming_up and self.model.training else loss
+        return loss
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make TRL's schedule, and begin the critic's, which counts rollouts."""
@@ -248,6 +249,19 @@ class RolloutPPOTrainer(PPOTrainer):
     def __init__(self, *args: Any, rollout: RolloutConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         RolloutGenerator(rollout).attach(self)
+
+
+class _StandStill(TrainerCallback):
+    """Takes the policy's gradients away while the critic warms up."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Leave the optimizer nothing to do, its weight decay included.
+
+        Gradients of 0 would count as steps: behind a hundred of them Adam goes twice as far as its
+        rate says.
+        """
+        if state.global_step < args.value_warmup_steps:
+            rest["optimizer"].zero_grad()
 
 
 def _whole_rows(scored: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -170,8 +170,6 @@ class RolloutPPOConfig(GRPOConfig):
     def _check(self) -> None:
         if self.kl_coef and self.beta not in (0, self.kl_coef):
             raise ValueError("kl_coef has the divergence in the reward, beta in the loss; drop one")
-        if self.value_warmup_steps and self.weight_decay:
-            raise ValueError("weight_decay would change the policy during value_warmup_steps")
         for name in _NUMBERS:
             if not is_real(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not a number")
