@@ -132,6 +132,20 @@ def test_a_zero_critic_hands_every_token_its_rows_reward(tmp_path):
         torch.testing.assert_close(scored["advantages"], rewards[:, None] * mask)
 
 
+@pytest.mark.parametrize(("same", "times"), [(0.3, 0), (None, 3)])
+def test_explained_is_a_share_of_returns_that_differ(tmp_path, same, times):
+    def judge(completion_ids, **columns):
+        """Small numbers, whose variance is 1e-12 or so."""
+        rewards = trl_trainer.reward(completion_ids)
+        return [1e-6 * each if same is None else same for each in rewards]
+
+    fixed = {"value_model": Constant(), "value_learning_rate": 0.0}
+    trainer = build(tmp_path, reward_funcs=judge, **fixed)
+    trainer.train()
+    found = trl_trainer.logged(trainer, "value/explained_variance")
+    assert found == [pytest.approx(0, abs=1e-3)] * times
+
+
 def test_an_advantage_belongs_to_the_state_before_its_token(tmp_path):
     """With lambda 0: `r_t + V_{t+1} - V_t`, by one plain forward of the critic over each row."""
     trainer = build(tmp_path, lam=0.0, whiten_advantages=False, max_steps=1)

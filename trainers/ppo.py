@@ -35,6 +35,7 @@ from trainers.ppo_config import RolloutPPOConfig
 from trainers.value_model import VALUE_MODELS, ValueModel
 
 _CRITIC_FILE = "critic.pt"
+_NO_SPREAD = 1e-12  # of a variance, in squares of the mean: float32 rounds to 1e-7 of a number
 _CITATION = """\
 @article{schulman2017proximal,
     title   = {{Proximal Policy Optimization Algorithms}},
@@ -169,11 +170,13 @@ class PPOTrainer(GRPOTrainer):
         _, unexplained = self._moments(returns - values, mask)
         found = {
             "value/mean": self._moments(values, mask)[0],
-            "value/explained_variance": 1 - unexplained / max(spread, 1e-8),
             "returns/mean": returned,
             "advantage/mean_raw": advantage,
             "advantage/std_raw": variance**0.5,
         }
+        # Of returns that are all the same, but for rounding, there is nothing to explain.
+        if spread > _NO_SPREAD * returned**2:
+            found["value/explained_variance"] = 1 - unexplained / spread
         log_metrics(self, found)
 
     def _log_rows(self, advantages: Tensor, mask: Tensor) -> None:
