@@ -307,6 +307,27 @@ def test_completions_that_were_cut_off_pay_or_go_on(tmp_path):
     assert ends["penalty"] == ([pytest.approx(-0.8)], [-0.5])
 
 
+@pytest.mark.parametrize("name", ["stop", "stop_strings"])
+def test_a_stop_string_is_an_end_like_any_other(tmp_path, name):
+    letters = [tiny.tokenizer().decode(token) for token in STOPS[1:]]
+    trainer = build(
+        tmp_path,
+        model=tiny.build(),
+        generation_kwargs={name: letters},
+        value_model=Constant(),
+        value_learning_rate=0.0,
+        reward_funcs=lambda completion_ids, **_: [0.0] * len(completion_ids),
+        whiten_advantages=False,
+        missing_eos_penalty=0.3,
+        max_steps=1,
+    )
+    found = rollouts_of(trainer)
+    trainer.train()
+    full = found[0]["completion_mask"].all(1)
+    assert 0 < full.sum() < 8
+    assert found[0]["advantages"][:, 0].tolist() == pytest.approx((full * -0.3).tolist())
+
+
 def test_the_policy_stands_still_while_the_critic_warms_up(tmp_path):
     trainer = build(tmp_path, value_warmup_steps=3, weight_decay=0.1)
     policy, critic = weights(trainer.model), weights(trainer.critic.model)

@@ -45,6 +45,7 @@ _CITATION = """\
     year    = 2017,
 }
 """
+_STOP_STRINGS = ("stop", "stop_strings")  # vLLM's and transformers' name for them
 _PLACES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -130,10 +131,19 @@ class PPOTrainer(GRPOTrainer):
         return scores, mask * ~rewards.isnan().all(1, keepdim=True)
 
     def _truncated(self, scored: dict[str, Any]) -> Tensor:
-        """(B,), true where the last token ends nothing. By TRL's own rule for its metrics."""
-        last = (scored["completion_ids"] * at_last(scored["completion_mask"])).sum(1)
+        """(B,), true where the last token ends nothing. By TRL's own rule for its metrics.
+
+        That rule knows no stop strings: where there are some, what has room left was not cut off.
+        """
+        mask: Tensor = scored["completion_mask"]
+        last = (scored["completion_ids"] * at_last(mask)).sum(1)
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
-        return ~torch.isin(last, torch.tensor(ends, device=last.device))
+        truncated = ~torch.isin(last, torch.tensor(ends, device=last.device))
+        asked: Any = self.args.generation_kwargs or {}
+        room: Any = self.max_completion_length
+        if any(asked.get(name) for name in _STOP_STRINGS):
+            truncated &= mask.sum(1) >= room
+        return truncated
 
     @torch.no_grad()
     def _divergence(self, scored: dict[str, Any], mask: Tensor) -> Tensor | None:
