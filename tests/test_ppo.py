@@ -497,6 +497,10 @@ def test_arguments_have_help_on_a_command_line_and_grpos_keep_theirs():
         ({"value_mini_batches": 1.5}, "value_mini_batches=1.5: it must be"),
         ({"value_warmup_steps": -1}, "value_warmup_steps=-1: it must be"),
         ({"gamma": "1"}, "gamma is '1', not a number"),
+        ({"kl_coef": "1"}, "kl_coef is '1', not a number"),
+        ({"lam": 95}, "lam is 95, not a number from 0 to 1"),
+        ({"value_clip": 0}, "value_clip is 0, not a number above 0"),
+        ({"value_max_grad_norm": 0.0}, "value_max_grad_norm is 0.0, not a number above 0"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(tmp_path, arguments, message):
