@@ -12,6 +12,9 @@ from rollout.sampling_params import Draw, SamplingParams
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
+# More tokens than any vocabulary has, which float64 and int64 both hold.
+_ALL_TOKENS = 2**31
+
 
 class FinishReason(StrEnum):
     """Why a row ended, in vLLM's words."""
@@ -43,7 +46,8 @@ class Request:
         how = self.sampling
         first_stop = len(self.prompt) + how.min_new_tokens
         penalties = (how.repetition_penalty, how.presence_penalty, how.frequency_penalty)
-        return (max(how.top_k, 0), how.top_p, how.min_p, *penalties, first_stop)
+        top_k = min(max(how.top_k, 0), _ALL_TOKENS)
+        return (top_k, how.top_p, how.min_p, *penalties, first_stop)
 
     @property
     def max_tokens(self) -> int:

@@ -8,8 +8,8 @@ from typing import Any, Self
 from rollout.errors import RequestError, check_count, is_real, reject_unknown
 from rollout.stop_strings import StopStrings
 
-# Logits divided by less could overflow.
-_COLDEST = 1e-6
+# Logits divided by less could overflow; by more they would be multiplied by 0, which -inf must not.
+_COLDEST, _HOTTEST = 1e-6, 1e30
 
 # vLLM's bounds of the penalties, but for the strongest repetition penalty.
 _BOUNDS = {
@@ -138,10 +138,7 @@ class SamplingParams:
                 f"min_new_tokens={self.min_new_tokens}: it must be at most max_new_tokens="
                 f"{self.max_new_tokens}"
             )
-        if not is_real(self.temperature) or 0 != self.temperature < _COLDEST:
-            raise RequestError(
-                f"temperature={self.temperature!r}: it must be 0, or finite and at least {_COLDEST}"
-            )
+        self._check_temperature()
         check_count(RequestError, "top_k", self.top_k, least=-1)
         for name, (least, most) in _BOUNDS.items():
             _check_between(name, getattr(self, name), least, most)
@@ -152,6 +149,13 @@ class SamplingParams:
             raise RequestError(
                 f"stop_strings={self.stop_strings!r}: it must be a StopStrings, which knows the "
                 "tokenizer"
+            )
+
+    def _check_temperature(self) -> None:
+        value = self.temperature
+        if not is_real(value) or (value != 0 and not _COLDEST <= value <= _HOTTEST):
+            raise RequestError(
+                f"temperature={value!r}: it must be 0, or from {_COLDEST} to {_HOTTEST}"
             )
 
 

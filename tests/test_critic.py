@@ -127,6 +127,7 @@ def test_what_is_masked_teaches_nothing():
 
 def test_a_rollout_without_a_trainable_token_changes_nothing():
     critic, given = build(), batch()
+    critic.learn(given)
     before = parameters(critic)
     logged = critic.learn(given._replace(mask=torch.zeros_like(given.mask)))
     assert logged["value/loss"] == 0

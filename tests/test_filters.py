@@ -245,6 +245,16 @@ def test_rows_of_every_kind_together_are_those_of_transformers(num_slots):
     assert min(means) < 0.9  # not all of it is kept
 
 
+def test_a_top_k_beyond_any_vocabulary_keeps_all():
+    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+        found = [
+            engine.generate([[9, 10]] * 2, params({"top_k": k, "top_p": 0.9}))
+            for k in (0, 2**63 - 1, 10**400)
+        ]
+    ids = [[completion.token_ids for completion in completions] for completions in found]
+    assert ids[0] == ids[1] == ids[2]
+
+
 def test_penalties_of_counts_reach_the_device():
     """A strong presence penalty lets greedy rows take no token twice."""
     how = params({"presence_penalty": 2.0, "temperature": 0, "eos_token_ids": ()}, 40)

@@ -302,6 +302,14 @@ def test_unsplit_product_is_the_linear_layers(shape, bias, dtype):
     assert_close(found[0], wanted, dtype)
 
 
+def test_unsplit_product_takes_what_lies_in_any_order():
+    states, weight, _, wanted = product_of(33, 20, 129, False, DTYPES[0])
+    apart = torch.nn.functional.pad(states, (0, 7))[..., :129]
+    for turned in (apart, states.mT.contiguous().mT):
+        found = product_triton.product(turned, weight.T.contiguous().T)
+        assert_close(found[0], wanted, DTYPES[0])
+
+
 # In the interpreter float32; on a GPU it is for 16 bits.
 @pytest.mark.parametrize(
     "dtype", DTYPES if not ON_GPU else [torch.bfloat16, torch.float16], ids=str

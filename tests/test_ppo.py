@@ -132,6 +132,20 @@ def test_a_zero_critic_hands_every_token_its_rows_reward(tmp_path):
         torch.testing.assert_close(scored["advantages"], rewards[:, None] * mask)
 
 
+@pytest.mark.parametrize(("same", "times"), [(0.3, 0), (None, 3)])
+def test_explained_is_a_share_of_returns_that_differ(tmp_path, same, times):
+    def judge(completion_ids, **columns):
+        """Small numbers, whose variance is 1e-12 or so."""
+        rewards = trl_trainer.reward(completion_ids)
+        return [1e-6 * each if same is None else same for each in rewards]
+
+    fixed = {"value_model": Constant(), "value_learning_rate": 0.0}
+    trainer = build(tmp_path, reward_funcs=judge, **fixed)
+    trainer.train()
+    found = trl_trainer.logged(trainer, "value/explained_variance")
+    assert found == [pytest.approx(0, abs=1e-3)] * times
+
+
 def test_an_advantage_belongs_to_the_state_before_its_token(tmp_path):
     """With lambda 0: `r_t + V_{t+1} - V_t`, by one plain forward of the critic over each row."""
     trainer = build(tmp_path, lam=0.0, whiten_advantages=False, max_steps=1)
@@ -293,8 +307,29 @@ def test_completions_that_were_cut_off_pay_or_go_on(tmp_path):
     assert ends["penalty"] == ([pytest.approx(-0.8)], [-0.5])
 
 
+@pytest.mark.parametrize("name", ["stop", "stop_strings"])
+def test_a_stop_string_is_an_end_like_any_other(tmp_path, name):
+    letters = [tiny.tokenizer().decode(token) for token in STOPS[1:]]
+    trainer = build(
+        tmp_path,
+        model=tiny.build(),
+        generation_kwargs={name: letters},
+        value_model=Constant(),
+        value_learning_rate=0.0,
+        reward_funcs=lambda completion_ids, **_: [0.0] * len(completion_ids),
+        whiten_advantages=False,
+        missing_eos_penalty=0.3,
+        max_steps=1,
+    )
+    found = rollouts_of(trainer)
+    trainer.train()
+    full = found[0]["completion_mask"].all(1)
+    assert 0 < full.sum() < 8
+    assert found[0]["advantages"][:, 0].tolist() == pytest.approx((full * -0.3).tolist())
+
+
 def test_the_policy_stands_still_while_the_critic_warms_up(tmp_path):
-    trainer = build(tmp_path, value_warmup_steps=3)
+    trainer = build(tmp_path, value_warmup_steps=3, weight_decay=0.1)
     policy, critic = weights(trainer.model), weights(trainer.critic.model)
     trainer.train()
     assert torch.equal(weights(trainer.model), policy)
@@ -302,6 +337,8 @@ def test_the_policy_stands_still_while_the_critic_warms_up(tmp_path):
     trainer = build(tmp_path, value_warmup_steps=2)
     trainer.train()
     assert not torch.equal(weights(trainer.model), policy)
+    # Had Adam counted the others, its first steps would go further than its rate.
+    assert {each["step"].item() for each in trainer.optimizer.state.values()} == {1}
 
 
 @pytest.mark.parametrize("kind", [PPOTrainer, RolloutPPOTrainer])
@@ -456,11 +493,14 @@ def test_arguments_have_help_on_a_command_line_and_grpos_keep_theirs():
         ({"truncation_value": "one"}, "truncation_value is 'one'"),
         ({"critic": "none"}, "critic is 'none', not one of"),
         ({"value_lr_scheduler_type": "polynomial"}, "value_lr_scheduler_type is 'polynomial'"),
-        ({"value_warmup_steps": 5, "weight_decay": 0.1}, "weight_decay"),
         ({"value_epochs": 0}, "value_epochs=0: it must be a whole number of at least 1"),
         ({"value_mini_batches": 1.5}, "value_mini_batches=1.5: it must be"),
         ({"value_warmup_steps": -1}, "value_warmup_steps=-1: it must be"),
         ({"gamma": "1"}, "gamma is '1', not a number"),
+        ({"kl_coef": "1"}, "kl_coef is '1', not a number"),
+        ({"lam": 95}, "lam is 95, not a number from 0 to 1"),
+        ({"value_clip": 0}, "value_clip is 0, not a number above 0"),
+        ({"value_max_grad_norm": 0.0}, "value_max_grad_norm is 0.0, not a number above 0"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(tmp_path, arguments, message):

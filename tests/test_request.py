@@ -45,6 +45,7 @@ def test_good_values_are_kept(knobs):
         ({"temperature": -0.1}, r"temperature=-0\.1: "),
         ({"temperature": NAN}, "temperature=nan: "),
         ({"temperature": float("inf")}, "temperature=inf: "),
+        ({"temperature": 1e39}, r"temperature=1e\+39: "),
         ({"top_k": -2}, "top_k=-2: "),
         ({"top_k": 1.5}, r"top_k=1\.5: "),
         ({"top_p": 0.0}, r"top_p=0\.0: "),

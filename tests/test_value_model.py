@@ -115,6 +115,18 @@ def test_an_adapter_needs_adapters_in_the_decoder(targets):
         ValueModel.beside_adapters(policy)
 
 
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
+def test_quantised_weights_are_shared_and_not_trained(storage):
+    policy = adapted()
+    weight = policy.get_base_model().base_model.layers[0].mlp.up_proj.base_layer.weight
+    weight.data = weight.data.to(storage)
+    weight.quant_state = ()  # as bitsandbytes' have one
+    with pytest.raises(UnsupportedTrainer, match=r"1 weights are quantised, .*critic='adapter'"):
+        ValueModel.from_policy(policy)
+    critic = ValueModel.beside_adapters(policy).backbone
+    assert critic.layers[0].mlp.up_proj.base_layer.weight is weight
+
+
 def test_two_critics_are_refused(tmp_path):
     with pytest.raises(UnsupportedTrainer, match="critic='head' are two critics; drop one"):
         test_ppo.build(tmp_path, critic="head", value_model=test_ppo.Constant())

@@ -133,7 +133,8 @@ class Critic:
 
     def _update(self, batch: ValueBatch) -> dict[str, float]:
         """One step on the mean over the trainable tokens of all ranks, in micro-batches."""
-        num_tokens = self._total(batch.mask.sum()).clamp(min=1)
+        num_trainable = self._total(batch.mask.sum())
+        num_tokens = num_trainable.clamp(min=1)
         sums = batch.returns.new_zeros(2)
         for index in self._in_pieces(torch.arange(len(batch.mask), device=batch.mask.device)):
             piece = batch.rows(index)
@@ -142,7 +143,8 @@ class Critic:
             (losses.sum() * self.accelerator.num_processes / num_tokens).backward()
             sums += torch.stack([losses.detach().sum(), clipped.sum()])
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.max_grad_norm)
-        self.optimizer.step()
+        if num_trainable.item():  # or the momentum of earlier ones would move the weights
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loss, clip_ratio = (self._total(sums) / num_tokens).tolist()
         found = {"value/loss": loss, "value/grad_norm": norm.item()}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -34,6 +35,7 @@ from trainers.ppo_config import RolloutPPOConfig
 from trainers.value_model import VALUE_MODELS, ValueModel
 
 _CRITIC_FILE = "critic.pt"
+_NO_SPREAD = 1e-12  # of a variance, in squares of the mean: float32 rounds to 1e-7 of a number
 _CITATION = """\
 @article{schulman2017proximal,
     title   = {{Proximal Policy Optimization Algorithms}},
@@ -43,6 +45,7 @@ _CITATION = """\
     year    = 2017,
 }
 """
+_STOP_STRINGS = ("stop", "stop_strings")  # vLLM's and transformers' name for them
 _PLACES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -74,6 +77,7 @@ class PPOTrainer(GRPOTrainer):
         _check(self, value_model)
         model = _value_model(self) if value_model is None else value_model
         self.critic = Critic(model, self.args.critic_settings(), self.accelerator)
+        self.add_callback(_StandStill())
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep what TRL adds up and then compares: rewards of all ranks, a column a function."""
@@ -127,10 +131,19 @@ class PPOTrainer(GRPOTrainer):
         return scores, mask * ~rewards.isnan().all(1, keepdim=True)
 
     def _truncated(self, scored: dict[str, Any]) -> Tensor:
-        """(B,), true where the last token ends nothing. By TRL's own rule for its metrics."""
-        last = (scored["completion_ids"] * at_last(scored["completion_mask"])).sum(1)
+        """(B,), true where the last token ends nothing. By TRL's own rule for its metrics.
+
+        That rule knows no stop strings: where there are some, what has room left was not cut off.
+        """
+        mask: Tensor = scored["completion_mask"]
+        last = (scored["completion_ids"] * at_last(mask)).sum(1)
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
-        return ~torch.isin(last, torch.tensor(ends, device=last.device))
+        truncated = ~torch.isin(last, torch.tensor(ends, device=last.device))
+        asked: Any = self.args.generation_kwargs or {}
+        room: Any = self.max_completion_length
+        if any(asked.get(name) for name in _STOP_STRINGS):
+            truncated &= mask.sum(1) >= room
+        return truncated
 
     @torch.no_grad()
     def _divergence(self, scored: dict[str, Any], mask: Tensor) -> Tensor | None:
@@ -167,11 +180,13 @@ class PPOTrainer(GRPOTrainer):
         _, unexplained = self._moments(returns - values, mask)
         found = {
             "value/mean": self._moments(values, mask)[0],
-            "value/explained_variance": 1 - unexplained / max(spread, 1e-8),
             "returns/mean": returned,
             "advantage/mean_raw": advantage,
             "advantage/std_raw": variance**0.5,
         }
+        # Of returns that are all the same, but for rounding, there is nothing to explain.
+        if spread > _NO_SPREAD * returned**2:
+            found["value/explained_variance"] = 1 - unexplained / spread
         log_metrics(self, found)
 
     def _log_rows(self, advantages: Tensor, mask: Tensor) -> None:
@@ -186,7 +201,7 @@ class PPOTrainer(GRPOTrainer):
         self._metrics["train" if self.model.training else "eval"].pop("frac_reward_zero_std", None)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss, without the divergence that the reward has, and without effect in warm-up."""
+        """TRL's loss, without the divergence that the reward has."""
         beta = self.beta
         if self.args.kl_coef:
             self.beta = 0.0
@@ -194,8 +209,7 @@ class PPOTrainer(GRPOTrainer):
             loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[no-untyped-call]
         finally:
             self.beta = beta
-        warming_up = self.state.global_step < self.args.value_warmup_steps
-        return loss * 0.0 if warming_up and self.model.training else loss
+        return loss
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make TRL's schedule, and begin the critic's, which counts rollouts."""
@@ -248,6 +262,19 @@ class RolloutPPOTrainer(PPOTrainer):
     def __init__(self, *args: Any, rollout: RolloutConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         RolloutGenerator(rollout).attach(self)
+
+
+class _StandStill(TrainerCallback):
+    """Takes the policy's gradients away while the critic warms up."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Leave the optimizer nothing to do, its weight decay included.
+
+        Gradients of 0 would count as steps: behind a hundred of them Adam goes twice as far as its
+        rate says.
+        """
+        if state.global_step < args.value_warmup_steps:
+            rest["optimizer"].zero_grad()
 
 
 def _whole_rows(scored: dict[str, Any]) -> tuple[Tensor, Tensor]:

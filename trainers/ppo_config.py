@@ -36,7 +36,8 @@ RENAMED = {
     "exp_name": "run_name",
 }
 Truncation = Literal["zero", "bootstrap"]
-_NUMBERS = ("gamma", "lam", "lam_value", "kl_coef")
+_SHARES = ("gamma", "lam", "lam_value")
+_POSITIVE = ("lam_alpha", "value_clip", "value_max_grad_norm")
 _COUNTS = {"value_epochs": 1, "value_mini_batches": 1, "value_warmup_steps": 0}
 _CHOICES = {
     "critic": CriticKind,
@@ -170,16 +171,26 @@ class RolloutPPOConfig(GRPOConfig):
     def _check(self) -> None:
         if self.kl_coef and self.beta not in (0, self.kl_coef):
             raise ValueError("kl_coef has the divergence in the reward, beta in the loss; drop one")
-        if self.value_warmup_steps and self.weight_decay:
-            raise ValueError("weight_decay would change the policy during value_warmup_steps")
-        for name in _NUMBERS:
-            if not is_real(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, not a number")
+        self._check_numbers()
         for name, least in _COUNTS.items():
             check_count(ConfigError, name, getattr(self, name), least)
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not one of {get_args(kind)}")
+
+    def _check_numbers(self) -> None:
+        if not is_real(self.kl_coef):
+            raise ValueError(f"kl_coef is {self.kl_coef!r}, not a number")
+        for name in _SHARES:
+            value = getattr(self, name)
+            if not is_real(value) or not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value!r}, not a number from 0 to 1")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is None and getattr(type(self), name) is None:
+                continue
+            if not is_real(value) or value <= 0:
+                raise ValueError(f"{name} is {value!r}, not a number above 0")
 
     def critic_settings(self) -> CriticSettings:
         """How the critic learns."""

@@ -38,7 +38,11 @@ class ValueModel(nn.Module):
 
         Args:
             policy: A causal language model of transformers, or a PEFT model around one.
+
+        Raises:
+            UnsupportedTrainer: Its weights are quantised, and cannot be trained.
         """
+        _check_whole(policy)
         adapted = hasattr(policy, "unload")  # PEFT's, whose `base_model` holds the adapters
         backbone = copy.deepcopy(policy).unload().base_model if adapted else None
         backbone = backbone or copy.deepcopy(policy.base_model)
@@ -148,6 +152,17 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def _check_whole(policy: nn.Module) -> None:
+    parameters = policy.named_parameters()
+    # bitsandbytes may have 4-bit numbers in storage of any dtype.
+    packed = [n for n, p in parameters if not p.is_floating_point() or hasattr(p, "quant_state")]
+    if packed:
+        raise UnsupportedTrainer(
+            f"critic='model' trains a copy of the policy, of which {len(packed)} weights are "
+            f"quantised, such as {packed[0]}; use critic='adapter', which shares them, or 'head'"
+        )
 
 
 def _zero_head(hidden_size: int) -> nn.Linear:

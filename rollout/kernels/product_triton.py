@@ -52,6 +52,8 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         bias: `(outputs,)`.
     """
     flat = states.reshape(-1, states.shape[-1])
+    # Rows may lie apart, their numbers not.
+    flat, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (flat, weight))
     rows, outputs = len(flat), len(weight)
     out = torch.empty((rows, outputs), dtype=states.dtype, device=states.device)
     tile = _MANY if rows >= _MANY_ROWS else _FEW
