@@ -314,8 +314,9 @@ class Twin:
         dtype = str(self._autocast_dtype).removeprefix("torch.")
         logger.warning(
             "The trainer computes in %s from weights of another dtype: rollouts use a second, "
-            "cast copy of %d linear layers' weights (%.3f GiB). To avoid it, load the model "
-            'in that dtype: GRPOConfig(model_init_kwargs={"dtype": "%s"})',
+            "cast copy of %d linear layers' weights (%.3f GiB). Where adapters alone are trained, "
+            'avoid it by loading the model in that dtype: GRPOConfig(model_init_kwargs={"dtype": '
+            '"%s"}). To train all of a model keep it: small steps are lost in 16-bit weights',
             dtype,
             self._shadow.num_weights,
             size,

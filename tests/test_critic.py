@@ -203,3 +203,30 @@ def test_another_critics_checkpoint_is_refused():
     state["model"]["head.scale"] = state["model"].pop("head.bias")
     with pytest.raises(UnsupportedTrainer, match=r"2 weights are .* such as head\.bias; resume"):
         critic.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate", "is_lost"),
+    [(torch.bfloat16, 5e-6, True), (torch.bfloat16, 1e-4, False), (torch.float32, 5e-6, False)],
+)
+def test_steps_that_rounding_loses_are_warned_of(caplog, dtype, rate, is_lost):
+    critic = build(tiny.build().to(dtype), CriticSettings(learning_rate=rate))
+    num_weights = sum(p.numel() for p in critic.model.backbone.parameters())
+    assert (f"{num_weights:,} weights in bfloat16" in caplog.text) == is_lost
+    assert bool(caplog.text) == is_lost
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(1e-6, 0, 0.02), (1e-4, 0.5, 1)])
+def test_how_much_of_adams_way_bfloat16_keeps(rate, least, most):
+    """A hundred steps of one direction and noise, which go on for about half of their length."""
+    torch.manual_seed(0)
+    weights = torch.nn.Parameter((torch.randn(20_000) * 0.02).bfloat16())
+    before, wide = weights.detach().clone(), torch.nn.Parameter(weights.detach().float())
+    optimizers = [torch.optim.AdamW([p], lr=rate, weight_decay=0) for p in (weights, wide)]
+    for _ in range(100):
+        gradient = torch.randn(20_000) + 0.5
+        weights.grad, wide.grad = gradient.bfloat16(), gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    kept = ((weights - before).float().mean() / (wide - before.float()).mean()).item()
+    assert least <= kept <= most
