@@ -16,6 +16,7 @@ from simulation import (
     make_request,
     many,
     outcome,
+    version_steps,
 )
 
 from rollout.config import RolloutConfig
@@ -50,9 +51,11 @@ def tight(draw) -> Workload:
         requests,
         [0] * len(requests),
         spare_pages=draw(st.integers(0, 8)),
-        growths={},
+        # Pages that come while rows are parked: such a row may come back, and give way again.
+        growths=draw(st.dictionaries(st.integers(0, 30), st.integers(1, 12), max_size=3)),
         reset_step=None,
         num_host_pages=draw(st.sampled_from([0, 1, 4, 9, 500])),
+        version_steps=draw(version_steps),
     )
 
 
