@@ -185,6 +185,8 @@ class EngineLife:
         Raises:
             EnginePaused: The engine is not paused.
             ConfigError: No such `kv`.
+            OutOfMemory: The GPU ran out of memory. After this, or any other failure to follow the
+                weights, every row has been given up.
         """
         self._check_open()
         if not self._paused:
@@ -192,10 +194,15 @@ class EngineLife:
         if kv not in ("keep", "recompute"):
             raise ConfigError(f"kv={kv!r}: it must be 'keep' or 'recompute'")
         self._paused = False
-        self._open_version(same_weights)
-        if kv == "recompute":
-            self.scheduler.recompute()
-        self._prepare()
+        try:
+            self._open_version(same_weights)
+            if kv == "recompute":
+                self.scheduler.recompute()
+            self._prepare()
+        except BaseException as error:
+            # Rows that went on would run on weights that no policy version names.
+            self._give_up(error)
+            raise
 
     @contextmanager
     def paused(self, kv: str = "keep", *, same_weights: bool = False) -> Iterator[None]:

@@ -64,7 +64,13 @@ def with_lagging_device(engine: RolloutEngine) -> RolloutEngine:
         slot = next(slot for slot in engine.slots.slots if slot.batch is batch)
         queue.append((slot, partial(move, batch)))
 
-    run, move = engine.worker.graphs.run, engine.worker.swap.move
+    def draining() -> None:
+        while queue:
+            queue.pop(0)[1]()
+        drain()
+
+    run, move, drain = engine.worker.graphs.run, engine.worker.swap.move, engine.slots.drain
+    engine.slots.drain = draining
     engine.worker.graphs.run = lambda slot: queue.append((slot, partial(run, slot)))
     engine.worker.swap.move = moving
     for slot in engine.slots.slots:

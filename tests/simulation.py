@@ -26,6 +26,8 @@ MAX_PAGES = 300  # more than any workload below can take
 # Each property sees this many workloads; they add up to a thousand.
 many = settings(max_examples=3 * settings.default.max_examples // 2)
 depths = st.sampled_from([1, 2])
+# Pages are known by what they hold under one policy version alone.
+version_steps = st.sampled_from([3, 6, 1000])
 
 
 # --- the model, and what it makes of a row
@@ -193,7 +195,7 @@ class Workload:
     """Rows with the step each arrives at, and how much room they get.
 
     `spare_pages` are on top of what the longest row needs, at the start and after each of
-    `growths`; steps count from 0.
+    `growths`; steps count from 0. Every `version_steps` the weights change.
     """
 
     config: RolloutConfig
@@ -203,6 +205,7 @@ class Workload:
     growths: dict[int, int]
     reset_step: int | None
     num_host_pages: int = 0
+    version_steps: int = 6
 
     @property
     def max_row_pages(self) -> int:
@@ -256,6 +259,7 @@ def workloads(draw, *, resets=False, max_spare_pages=12) -> Workload:
         growths=draw(st.dictionaries(st.integers(0, 20), st.integers(1, 30), max_size=2)),
         reset_step=draw(st.integers(0, 15)) if resets else None,
         num_host_pages=draw(st.sampled_from([0, 0, 2, 5, 100])),
+        version_steps=draw(version_steps),
     )
 
 
@@ -299,7 +303,7 @@ class Rollout:
 
     @property
     def policy_version(self) -> int:
-        return self.num_steps // 6
+        return self.num_steps // self.work.version_steps
 
     @property
     def busy(self) -> bool:

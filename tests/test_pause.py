@@ -11,6 +11,7 @@ from rollout import (
     ConfigError,
     EngineBusy,
     EnginePaused,
+    OutOfMemory,
     RequestError,
     RolloutConfig,
     RolloutEngine,
@@ -170,6 +171,26 @@ def test_what_cannot_be_done_in_a_pause_says_so():
             engine.resume(kv="drop")
         engine.resume()
         assert len(run(engine)) == 1
+
+
+def test_rows_whose_new_weights_cannot_be_followed_are_given_up(monkeypatch):
+    def short_of_memory():
+        raise torch.OutOfMemoryError("no memory for cast weights")
+
+    model = tiny.build().eval()
+    with engine_for(model) as engine:
+        submit_all(engine, work(4))
+        engine.step()
+        engine.pause()
+        change(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.worker, "refresh", short_of_memory)
+            with pytest.raises(OutOfMemory):
+                engine.resume()
+        assert not engine.busy
+        engine.scheduler.check()
+        tiny.assert_on_policy(engine, model)
+        assert engine.policy_version == 4  # of three rollouts, and the one before
 
 
 # --- rows that are dropped

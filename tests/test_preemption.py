@@ -1,6 +1,7 @@
 """Rows that lose their lane, are computed again, or are dropped: the others never notice."""
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from simulation import (
     make_request,
     many,
     outcome,
+    version_steps,
 )
 
+import rollout.admission
 from rollout.config import RolloutConfig
-from rollout.lane_table import expected_growth
+from rollout.lane_table import LaneTable, expected_growth
 from rollout.pages import pages_for
 from rollout.scheduler import Scheduler
 
@@ -50,9 +53,11 @@ def tight(draw) -> Workload:
         requests,
         [0] * len(requests),
         spare_pages=draw(st.integers(0, 8)),
-        growths={},
+        # Pages that come while rows are parked: such a row may come back, and give way again.
+        growths=draw(st.dictionaries(st.integers(0, 30), st.integers(1, 12), max_size=3)),
         reset_step=None,
         num_host_pages=draw(st.sampled_from([0, 1, 4, 9, 500])),
+        version_steps=draw(version_steps),
     )
 
 
@@ -126,6 +131,37 @@ def test_every_row_comes_back_once_whatever_room_there_is(work, depth):
     # A token is launched once, but for the one that an EOS overruns.
     for row, completion in rollout.completions.items():
         assert rollout.num_launched[row] - len(completion.token_ids) in (0, 1)
+
+
+def few_rows(number: int) -> Workload:
+    """Rows that end a few steps apart, on pages that hold a token or two and come one by one.
+
+    By plain random numbers: Hypothesis prefers rows that are alike, and those give way together.
+    """
+    random = Random(number)
+    config = RolloutConfig(
+        max_rows=random.randint(3, 4), page_tokens=random.randint(1, 2), prefill_tokens=20
+    )
+    requests, longest = [], random.randint(4, 12)
+    for index in range(random.randint(3, 5)):
+        group, max_new = random.randint(0, index), longest + random.randint(-2, 2)
+        eos = random.choice([(3,), (1, 3), (0, 1, 3)])
+        seed, group = 100 * number + index, 100 * number + group
+        num_prompt = 1 + group % 3
+        requests.append(make_request(seed, num_prompt, max_new, group, eos_token_ids=eos))
+    growths = {random.randrange(24): spare for spare in range(1, random.choice([1, 2, 4, 9]))}
+    return Workload(config, requests, [0] * len(requests), 0, growths, None, 99, 1000)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_few_rows_come_back_whatever_ends_in_that_step(monkeypatch, depth):
+    """They are let in as if none were to grow."""
+    monkeypatch.setattr(rollout.admission, "expected_growth", lambda *_: 0)
+    monkeypatch.setattr(LaneTable, "growth", lambda _: 0)
+    for number in range(300):
+        work = few_rows(number)
+        done = by_seed(Disturbed(work, depth).run())
+        assert [outcome(done[r.seed]) for r in work.requests] == list(map(expected, work.requests))
 
 
 steps = st.integers(0, 40)

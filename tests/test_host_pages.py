@@ -1,0 +1,178 @@
+"""The host's pages against a list of what each row has in its pages."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
+
+from rollout.host_pages import NO_PAGE, HostPages
+from rollout.pages import PageAllocator
+
+many = settings(max_examples=5 * settings.default.max_examples)
+
+# What is asked next, and a number that says how much or of whom.
+asked = st.tuples(
+    st.sampled_from(
+        ["enter", "fork", "fork", "write", "leave", "leave", "come_back", "end", "renew"]
+    ),
+    st.integers(0, 30),
+)
+
+
+class Rows:
+    """Rows that enter, leave their pages to the host and come back, as the scheduler has them."""
+
+    def __init__(self, num_pages: int, num_host_pages: int) -> None:
+        self.pool = PageAllocator()
+        self.pool.grow(1 + num_pages)
+        self.host = HostPages(num_host_pages, self.pool)
+        self.on_device: dict[int, int] = {}  # page -> what it holds
+        self.on_host: dict[int, int] = {}
+        self.contents = count()
+        self.live: list[tuple[list[int], list[int]]] = []  # what each row has, and its pages
+        self.parked: list[tuple[list[int], list[int]]] = []  # and its host pages
+        self.seen: set[str] = set()
+
+    def take(self, number: int) -> list[int]:
+        return self.pool.allocate(min(number, self.pool.num_free)).tolist()
+
+    def enter(self, number: int) -> None:
+        self.write_all([], [], self.take(1 + number % 4))
+
+    def fork(self, number: int) -> None:
+        """A new row shares all but the last page of another, and has one of its own."""
+        if self.live:
+            contents, pages = self.live[number % len(self.live)]
+            self.pool.share(np.array(pages[:-1], np.int64))
+            self.write_all(contents[:-1], pages[:-1], self.take(1))
+
+    def write_all(self, contents: list[int], shared: list[int], own: list[int]) -> None:
+        self.on_device.update((page, next(self.contents)) for page in own)
+        row = [*contents, *(self.on_device[page] for page in own)], [*shared, *own]
+        self.live.append(row)
+
+    def write(self, number: int) -> None:
+        """A row takes a page more."""
+        if self.live and self.pool.num_free:
+            contents, pages = self.live.pop(number % len(self.live))
+            self.write_all(contents, pages, self.take(1))
+
+    def leave(self, number: int) -> None:
+        """All that it holds but the last page, which is not full, may be kept for others."""
+        if not self.live:
+            return
+        contents, pages = self.live[number % len(self.live)]
+        self.pool.prefixes.add([b"%d" % content for content in contents[:-1]], pages)
+        moved = self.host.offload(np.array(pages, np.int64))
+        if moved is None:
+            self.seen.add("no host page is left")
+            return
+        held, copies = moved
+        for page, host in copies:
+            self.on_host[host] = self.on_device[page]
+        self.seen |= {"copied once for several rows"} if len(copies) < len(held) else set()
+        self.live.remove((contents, pages))
+        self.pool.free(np.array(pages, np.int64))
+        self.parked.append((contents, held))
+
+    def come_back(self, number: int) -> None:
+        if not self.parked:
+            return
+        contents, held = self.parked[number % len(self.parked)]
+        pages = self.host.originals(held)
+        taken = pages == NO_PAGE
+        kept = pages[~taken]
+        if taken.sum() + self.pool.num_idle(kept) > self.pool.num_free:
+            return
+        self.pool.share(kept)
+        pages[taken] = self.pool.allocate(int(taken.sum()))
+        for page, host in zip(pages[taken].tolist(), np.array(held)[taken].tolist(), strict=True):
+            self.on_device[page] = self.on_host[host]
+        self.seen |= {"brought back"} if taken.any() else set()
+        self.seen |= {"still there"} if len(kept) else set()
+        self.host.restored(held, pages)
+        self.parked.remove((contents, held))
+        self.live.append((contents, pages.tolist()))
+
+    def end(self, number: int) -> None:
+        """A row ends; one that is parked while its last token is in flight, or is dropped."""
+        if number % 2 and self.parked:
+            self.host.free(self.parked.pop(number % len(self.parked))[1])
+        elif self.live:
+            self.pool.free(np.array(self.live.pop(number % len(self.live))[1], np.int64))
+
+    def renew(self, number: int) -> None:
+        """The weights have changed."""
+        self.pool.forget_prefixes()
+
+    def check(self) -> None:
+        held = [page for _, pages in self.live for page in pages]
+        self.pool.check(np.array(held, np.int64))
+        self.host.check([host for _, parked in self.parked for host in parked])
+        assert self.host.num_used == len({host for _, parked in self.parked for host in parked})
+        for contents, pages in self.live:
+            assert [self.on_device[page] for page in pages] == contents
+        for contents, parked in self.parked:
+            assert [self.on_host[host] for host in parked] == contents
+            originals = self.host.originals(parked).tolist()
+            for content, page in zip(contents, originals, strict=True):
+                assert page == NO_PAGE or self.on_device[page] == content
+
+
+def play(work: tuple[int, int, list[tuple[str, int]]]) -> Rows:
+    num_pages, num_host_pages, steps = work
+    rows = Rows(num_pages, num_host_pages)
+    for what, number in steps:
+        getattr(rows, what)(number)
+        rows.check()
+    return rows
+
+
+works = st.tuples(
+    st.integers(3, 14), st.sampled_from([0, 2, 6, 40, 40]), st.lists(asked, max_size=60)
+)
+
+
+@many
+@given(works)
+def test_a_row_comes_back_to_what_it_left_whoever_shares_it(work):
+    rows = play(work)
+    for _ in range(len(rows.live) + len(rows.parked)):
+        rows.end(0)
+        rows.end(1)
+    rows.check()
+    assert rows.host.num_used == rows.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["no host page is left", "copied once for several rows", "brought back", "still there"],
+)
+def test_works_come_by_the_hard_places(place):
+    once = settings(max_examples=600, phases=[Phase.generate], database=None)
+    find(works, lambda work: place in play(work).seen, settings=once)
+
+
+def test_rows_that_find_no_room_leave_the_host_as_it_was():
+    rows = Rows(num_pages=5, num_host_pages=2)
+    rows.enter(2)
+    rows.leave(0)
+    assert rows.seen == {"no host page is left"}
+    assert (rows.host.num_used, len(rows.live)) == (0, 1)
+    rows.enter(0)
+    rows.leave(1)
+    assert rows.host.num_used == 1
+    rows.check()
+
+
+# A check that cannot fail holds nothing.
+@pytest.mark.parametrize("held", [[0], [0, 0, 1], [0, 1, 2], []])
+def test_check_notices(held):
+    rows = Rows(num_pages=5, num_host_pages=3)
+    rows.enter(1)
+    rows.leave(0)
+    rows.host.check(sorted(rows.parked[0][1]))
+    with pytest.raises(AssertionError):
+        rows.host.check(held)
