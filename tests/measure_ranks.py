@@ -37,11 +37,13 @@ THE = {}
 
 
 def prompts(seed, size=2048, build=run_length.build_dataset):
-    """Those of PROMPTS; all that are different where it is not set."""
+    """Those of PROMPTS, all of them different; every row where it is not set."""
     rows = build(seed, size)
+    if "PROMPTS" not in ENV:
+        return rows
     firsts = {row["prompt"]: index for index, row in reversed(list(enumerate(rows)))}
-    wanted = slice(*(int(n) for n in ENV["PROMPTS"].split(":"))) if "PROMPTS" in ENV else slice(0)
-    return rows.select(sorted(firsts.values())[wanted]) if wanted.stop else rows
+    first, last = map(int, ENV["PROMPTS"].split(":"))
+    return rows.select(sorted(firsts.values())[first:last])
 
 
 def reward(completion_ids, **columns):

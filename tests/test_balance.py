@@ -8,7 +8,8 @@ import pytest
 
 from trainers.ranks import Group, deal
 
-# The 1.7B shape on an H200: weights and small kernels of a step; keys and values of one token.
+# The 1.7B shape on an H200, as `measure_ranks.py` found it: seconds of a step without its keys and
+# values, and of those of a token, 112 KiB at 4.1 TB/s.
 STEP_S, CONTEXT_S = 2.2e-3, 28e-9
 MOST, GROUP = 8192, 8
 

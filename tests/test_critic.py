@@ -216,7 +216,9 @@ def test_steps_that_rounding_loses_are_warned_of(caplog, dtype, rate, is_lost):
     assert bool(caplog.text) == is_lost
 
 
-@pytest.mark.parametrize(("rate", "least", "most"), [(1e-6, 0, 0.02), (1e-4, 0.5, 1)])
+@pytest.mark.parametrize(
+    ("rate", "least", "most"), [(1e-6, 0, 0.02), (1e-5, 0.02, 0.2), (1e-4, 0.5, 1)]
+)
 def test_how_much_of_adams_way_bfloat16_keeps(rate, least, most):
     """A hundred steps of one direction and noise, which go on for about half of their length."""
     torch.manual_seed(0)
