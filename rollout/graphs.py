@@ -150,8 +150,9 @@ class GraphCache:
             self._lanes.fill_(self.forward.lanes.trash_lane)
             self._step(*key)  # compiles what is compiled on first use
             try:
-                with _no_host_waits():
-                    self._step(*key)  # what waits would spoil the capture and its pool
+                if all(draw != key[2] for *_, draw in self._graphs):
+                    with _no_host_waits():
+                        self._step(*key)  # what waits would spoil the capture and its pool
                 reserved = torch.cuda.memory_reserved()
                 with _capturing(graph, self._pool):
                     self._step(*key)
