@@ -4,7 +4,8 @@ No test: what examples/README.md says of several GPUs was measured by it. From t
 
 PROMPTS=0:32   train on these different prompts
 MEDIAN=1500    lengths are drawn: half of the prompts have a median of more, in a log-normal
-               distribution (sigma 0.7), and the completions of one likewise about its own (0.4)
+               distribution (sigma 0.7), and the completions of one likewise about its own (0.4);
+               a rollout of the same number has the same ones on any number of GPUs
 SHORT_LOSS=64  score and train the first so many tokens of each completion; rollouts are whole
 FAIL_RANK=1    that rank's second rollout raises, before weights are gathered; with FAIL_LATE=1
                while rows decode
@@ -14,6 +15,7 @@ CPU_FSDP=1     shard on a CPU
 import json
 import os
 import time
+from collections import Counter
 from statistics import mean
 
 import grpo
@@ -76,7 +78,7 @@ class DrawnLengths:
     def _add(self, requests):
         ids = self._adds(requests)
         self._left = np.pad(self._left, (0, ids[-1] + 1 - len(self._left)))
-        self._left[ids] = [length(request) for request in requests]
+        self._left[ids] = lengths([request.prompt.tolist() for request in requests])
         self._eos = requests[0].sampling.eos_token_ids[0]
         return ids
 
@@ -86,12 +88,15 @@ class DrawnLengths:
         return self._commits(batch, np.where(self._left[batch.rows] < 1, self._eos, others), scores)
 
 
-def length(request):
-    """Of a completion: the same on whichever rank it is generated."""
-    prompt = request.prompt.tolist()
-    between = np.random.default_rng(prompt).normal(0, 0.7)
-    within = np.random.default_rng([*prompt, request.seed]).normal(0, 0.4)
-    return max(1, int(MEDIAN * np.exp(between + within)))
+def lengths(prompts):
+    """Of the completions of a rollout: the same on one GPU and on whichever rank has the prompt."""
+    seen, drawn = Counter(), []
+    for prompt in map(tuple, prompts):
+        between = np.random.default_rng(prompt).normal(0, 0.7)
+        within = np.random.default_rng([*prompt, len(ROLLOUTS), seen[prompt]]).normal(0, 0.4)
+        drawn.append(max(1, int(MEDIAN * np.exp(between + within))))
+        seen[prompt] += 1
+    return drawn
 
 
 class Generator(grpo.RolloutGenerator):
