@@ -18,6 +18,7 @@ from rollout.errors import UnsupportedModel
 from rollout.kernels import cudnn, flash
 from rollout.kernels.paged_attention import attend, gather_kv, store_kv
 from rollout.kv_cache import KVCache
+from rollout.operators import operator
 from rollout.request import Segment
 
 PAGED_ATTENTION = "twinslot_paged"
@@ -151,7 +152,11 @@ class Prefilled(Exception):
 _active: ContextVar[PagedAttention] = ContextVar("paged_attention")
 
 
-@torch.library.custom_op("twinslot::paged_attention", mutates_args=())
+def _fake(query_THD: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+
+
+@operator(_fake)
 def _attend_and_store(
     query_THD: Tensor,
     keys_TKD: Tensor,
@@ -194,11 +199,6 @@ def _attend_and_store(
             raise Prefilled
         output = paged.attend(index, *states, **options)
     return output.to(query_THD.dtype)
-
-
-@_attend_and_store.register_fake
-def _(query_THD: Tensor, *others: Any) -> Tensor:
-    return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
 
 
 def number_layers(base: nn.Module) -> None:

@@ -113,7 +113,7 @@ def leave_to_kernels(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         for module in list(layer.modules()):
             found = getattr(module, "act_fn", None)
-            if isinstance(found, nn.Module) and not isinstance(found, _Left):
+            if isinstance(found, nn.Module) and not isinstance(found, _Left | nn.Identity):
                 module.act_fn = _Left(_index(found))
             elif _is_our_norm(module):
                 kind: Any = type(module)

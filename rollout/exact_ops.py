@@ -3,19 +3,25 @@
 import torch
 from torch import Tensor, nn
 
+from rollout.operators import operator
 
-@torch.library.custom_op("twinslot::mean", mutates_args=())
+
+def _fake_mean(states: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    return states.mean(dim, keepdim)
+
+
+@operator(_fake_mean)
 def mean(states: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     """`states.mean(dim, keepdim)`, by torch's kernel."""
     return states.mean(dim, keepdim)
 
 
-@mean.register_fake
-def _(states: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    return states.mean(dim, keepdim)
+def _fake_rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dtype = torch.promote_types(states.dtype, weight.dtype)
+    return states.new_empty(states.shape, dtype=dtype)
 
 
-@torch.library.custom_op("twinslot::rms_norm", mutates_args=())
+@operator(_fake_rms_norm)
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * (states / sqrt(mean(states ** 2) + eps))` over the last dimension."""
     if states.is_cuda:
@@ -27,13 +33,14 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(states.dtype)
 
 
-@rms_norm.register_fake
-def _(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    dtype = torch.promote_types(states.dtype, weight.dtype)
-    return states.new_empty(states.shape, dtype=dtype)
+def _fake_add_rms_norm(
+    states: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = states.new_empty(states.shape, dtype=torch.promote_types(states.dtype, added.dtype))
+    return total, rms_norm(total, weight, eps)
 
 
-@torch.library.custom_op("twinslot::add_rms_norm", mutates_args=())
+@operator(_fake_add_rms_norm)
 def add_rms_norm(
     states: Tensor, added: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -47,28 +54,25 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
-@add_rms_norm.register_fake
-def _(states: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = states.new_empty(states.shape, dtype=torch.promote_types(states.dtype, added.dtype))
-    return total, rms_norm(total, weight, eps)
-
-
 # By number: a compiler's graph holds no function.
 activations: list[nn.Module] = []
 
 
-@torch.library.custom_op("twinslot::activation", mutates_args=())
+def _fake_activation(states: Tensor, index: int) -> Tensor:
+    return torch.empty_like(states)
+
+
+@operator(_fake_activation)
 def activation(states: Tensor, index: int) -> Tensor:
     """What the activation of this number makes of `states`."""
     return activations[index](states)
 
 
-@activation.register_fake
-def _(states: Tensor, index: int) -> Tensor:
-    return torch.empty_like(states)
+def _fake_silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("twinslot::silu_gate", mutates_args=())
+@operator(_fake_silu_gate)
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`."""
     if gate.is_cuda:
@@ -76,8 +80,3 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
         return gate_triton.silu_gate(gate, up)
     return nn.functional.silu(gate) * up
-
-
-@silu_gate.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from rollout.operators import operator
 
-@torch.library.custom_op("twinslot::few_rows_linear", mutates_args=())
+
+def _fake(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return states.new_empty((*states.shape[:-1], len(weight)))
+
+
+@operator(_fake)
 def _few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from rollout.kernels import few_rows_triton  # Triton is not there on every CPU
 
     if states.numel() // states.shape[-1] > few_rows_triton.MOST_ROWS:
         return linear(states, weight, bias)
     return few_rows_triton.few_rows_product(states, weight, bias)
-
-
-@_few_rows_linear.register_fake
-def _(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return states.new_empty((*states.shape[:-1], len(weight)))
 
 
 def few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -148,7 +148,8 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         with self._streams.module.stream(self._streams.compute):
             self._lanes.fill_(self.forward.lanes.trash_lane)
-            self._step(*key)  # compiles what is compiled on first use
+            if self._compiles(*key):
+                self._step(*key)  # else a capture would compile
             try:
                 if all(draw != key[2] for *_, draw in self._graphs):
                     with _no_host_waits():
@@ -162,6 +163,11 @@ class GraphCache:
                 return
         self._graphs[key] = graph
         self.num_captures += 1
+
+    def _compiles(self, size: int, context: int, draw: Draw) -> bool:
+        """Whether a step may run what no step has run. Any context is the same to all sizes."""
+        sized = any((s, d) == (size, draw) for s, _, d in self._graphs)
+        return not sized or all(c != context for _, c, _ in self._graphs)
 
     def _refuse(self, key: _Key, error: RuntimeError) -> None:
         if not self._refused:
