@@ -8,8 +8,9 @@ import pytest
 import tiny
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map_only
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, twin
+from rollout import RolloutConfig, RolloutEngine, SamplingParams, exact_ops, twin
 from rollout.compiled import compile_layers
 from rollout.twin import Twin
 
@@ -114,3 +115,29 @@ def test_a_norm_that_our_kernel_does_not_equal_is_left_alone():
         "llama": "ExactLlamaRMSNorm",
         "gemma2": "Gemma2RMSNorm",
     }
+
+
+def half(*shape):
+    return torch.randn(shape).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("few_rows_linear", (half(5, 256), half(128, 256), None)),
+        ("few_rows_linear", (half(1, 40, 256), half(128, 256), half(128))),
+        ("mean", (torch.randn(5, 256), [-1], True)),
+        ("rms_norm", (half(5, 256), half(256), 1e-6)),
+        ("rms_norm", (half(5, 256), torch.randn(256), 1e-6)),
+        ("add_rms_norm", (half(5, 256), half(5, 256), half(256), 1e-6)),
+        ("activation", (half(5, 256), 0)),
+        ("silu_gate", (half(5, 256), half(5, 256))),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_operators_are_what_a_compiler_takes_them_for(name, arguments, device, monkeypatch):
+    """New tensors of those shapes and dtypes: nothing looks at each call."""
+    monkeypatch.setattr(exact_ops, "activations", [torch.nn.SiLU()])
+    operator = getattr(torch.ops.twinslot, name).default
+    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
+    torch.library.opcheck(operator, moved, test_utils=("test_schema", "test_faketensor"))

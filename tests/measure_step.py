@@ -1,0 +1,78 @@
+"""Kernels of a step, for where its time goes: python tests/measure_step.py qwen3-8b 64x600 prefill
+
+`ROWSxCONTEXT` is a decode step, replayed; `prefill` is that of 32 prompts of 4,096 tokens.
+No test: what examples/README.md says of kernels was measured by it.
+"""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from test_perf import CONFIG, milliseconds, opened, step_ms
+
+from rollout import SamplingParams
+from rollout.doctor import copy_bandwidth
+from rollout.kernel_share import kernel_events
+from rollout.workload import Workload, build_model
+
+REPEATS = 5
+
+
+def table(events, repeats):
+    """Microseconds, launches and the mean of each kernel, those first that take most."""
+    spent, launches = Counter(), Counter()
+    for event in events:
+        spent[event["name"]] += event["dur"]
+        launches[event["name"]] += 1
+    lines = [f"   kernels {sum(spent.values()) / repeats / 1e3:.3f} ms"]
+    for name, us in spent.most_common(16):
+        count = launches[name]
+        lines.append(
+            f"   {us / repeats:9.1f} us {count / repeats:6.1f} x {us / count:8.2f}  {name[:90]}"
+        )
+    return "\n".join(lines)
+
+
+def decode(model, rows, context, bandwidth):
+    """A decode step as one graph replayed over random keys and values."""
+    with opened(model, replace(CONFIG, max_rows=max(rows, 8), kv_fraction=0.8)) as engine:
+        ms = step_ms(engine, rows, context)
+        graphs = engine.worker.graphs
+        graph = graphs._graphs[graphs._key(rows, context)]
+
+        def replays():
+            for _ in range(REPEATS):
+                graphs.forward.lanes.positions_L[:rows] = context - 1
+                graph.replay()
+
+        with torch.cuda.stream(engine.streams.compute):
+            events = kernel_events(replays)
+    floor = Workload(model, 1, 1, 3, bandwidth).cost.decode_bytes(1, rows * context) / bandwidth
+    share = f"{floor * 1e5 / ms:.1f} % of the floor"
+    return f"{rows} rows x {context}: {ms:.3f} ms, {share}\n{table(events, REPEATS)}"
+
+
+def prefill(model):
+    """Prompts that nothing is known of, in one rollout of one token each."""
+    prompts = torch.randint(100, 1000, (32, 4097)).tolist()
+    with opened(model, replace(CONFIG, max_rows=32, max_row_tokens=4200)) as engine:
+
+        def run():
+            engine.generate(prompts, SamplingParams(max_new_tokens=1))
+
+        run()
+        ms = milliseconds(run, repeats=4)
+        return f"prefill of 32 x 4,096: {ms:.0f} ms\n{table(kernel_events(run), 1)}"
+
+
+def main(name, *works):
+    model = build_model(name, torch.device("cuda"))
+    bandwidth = copy_bandwidth("cuda", "cuda")
+    for work in works:
+        rows, _, context = work.partition("x")
+        told = decode(model, int(rows), int(context), bandwidth) if context else prefill(model)
+        print(told, flush=True)  # noqa: T201
+
+
+main(*sys.argv[1:])
