@@ -1,6 +1,7 @@
-"""Kernels of a step, for where its time goes: python tests/measure_step.py qwen3-8b 64x600 prefill
+"""Where the time goes: python tests/measure_step.py qwen3-8b warm-up 64x600 prefill
 
-`ROWSxCONTEXT` is a decode step, replayed; `prefill` is that of 32 prompts of 4,096 tokens.
+`ROWSxCONTEXT` tells the kernels of a decode step, `prefill` those of 32 prompts of 4,096 tokens;
+`warm-up`, to be the first, what 256 rows of 16K tokens wait for before they are served.
 No test: what examples/README.md says of kernels was measured by it.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import replace
 import torch
 from test_perf import CONFIG, milliseconds, opened, step_ms
 
-from rollout import SamplingParams
+from rollout import RolloutEngine, SamplingParams
 from rollout.doctor import copy_bandwidth
 from rollout.kernel_share import kernel_events
 from rollout.workload import Workload, build_model
@@ -66,12 +67,25 @@ def prefill(model):
         return f"prefill of 32 x 4,096: {ms:.0f} ms\n{table(kernel_events(run), 1)}"
 
 
+def warm_up(model):
+    """All graphs that long rows can need; the rows end at once, as every token is an EOS."""
+    every = tuple(range(model.config.vocab_size))
+    ends = SamplingParams(max_new_tokens=16_384, eos_token_ids=every)
+    config = replace(CONFIG, max_rows=256, kv_fraction=0.9)
+    with torch.no_grad(), RolloutEngine(model, config) as engine:
+        engine.generate([[row, *range(63)] for row in range(256)], ends)
+        return f"warm-up {engine.stats.warmup_s:.1f} s, {engine.stats.captured_graphs} graphs"
+
+
 def main(name, *works):
     model = build_model(name, torch.device("cuda"))
     bandwidth = copy_bandwidth("cuda", "cuda")
+    others = {"prefill": prefill, "warm-up": warm_up}
     for work in works:
-        rows, _, context = work.partition("x")
-        told = decode(model, int(rows), int(context), bandwidth) if context else prefill(model)
+        if work in others:
+            told = others[work](model)
+        else:
+            told = decode(model, *map(int, work.split("x")), bandwidth)
         print(told, flush=True)  # noqa: T201
 
 
