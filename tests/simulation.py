@@ -21,7 +21,7 @@ from rollout.telemetry import RolloutStats
 
 VOCAB = 12
 EOS_SETS = [(), (VOCAB,), (3,), (0, 5, 8, 9), tuple(range(VOCAB))]  # never ... at once
-MAX_PAGES = 300  # more than any workload below can take
+MAX_PAGES = 1000  # more than any workload of any test can take
 
 # Each property sees this many workloads; they add up to a thousand.
 many = settings(max_examples=3 * settings.default.max_examples // 2)
