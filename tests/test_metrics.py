@@ -74,6 +74,13 @@ def test_positions_without_tokens_have_no_metric():
     assert "rollout/logp_gap/1-4K" not in found
 
 
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
+def test_rows_that_are_all_masked_are_no_agreement(mode):
+    """`mask_truncated_completions` masks all rows of a model that does not end any yet."""
+    output = scored(torch.ones(2, 5), torch.zeros(2, 5).long())
+    assert gap_metrics(trainer(mode), output, sample=False) == {}
+
+
 def test_tokens_of_tools_do_not_count():
     output = scored(torch.tensor([[0.1, 9.0]]))
     output["tool_mask"] = torch.tensor([[1, 0]])
