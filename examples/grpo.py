@@ -89,7 +89,8 @@ def build_trainer(
     )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    trainer.add_callback(RewardBar())
+    if not args.disable_tqdm:
+        trainer.add_callback(RewardBar())
     return trainer
 
 
