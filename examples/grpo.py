@@ -89,7 +89,8 @@ def build_trainer(
     )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    trainer.add_callback(RewardBar())
+    if not args.disable_tqdm:
+        trainer.add_callback(RewardBar())
     return trainer
 
 
@@ -113,8 +114,9 @@ def summarise(trainer: GRPOTrainer) -> float:
         generating = sum(values("rollout/duration_s")) / runtime
         table.add_row("generated tokens/s", f"{mean(values('rollout/generated_tok_s')):,.0f}")
         table.add_row("share of time generating", f"{generating:.0%}")
-        gaps, largest = values("rollout/logp_gap"), max(values("rollout/logp_gap_max"))
-        table.add_row("|Δlogp| to the trainer", f"{mean(gaps):.1e}, {largest:.1e} at most")
+        if gaps := values("rollout/logp_gap"):  # none where TRL did not score the rollouts again
+            largest = max(values("rollout/logp_gap_max"))
+            table.add_row("|Δlogp| to the trainer", f"{mean(gaps):.1e}, {largest:.1e} at most")
     if values("value/explained_variance"):
         explained = mean(values("value/explained_variance")[-WINDOW:])
         table.add_row(f"variance explained by the critic, last {WINDOW}", f"{explained:.2f}")

@@ -141,7 +141,10 @@ class RolloutConfig:
         if self.on_policy not in ("close", "exact"):
             raise ConfigError(f"on_policy={self.on_policy!r}: it must be 'close' or 'exact'")
         if not (isinstance(self.trace, str) and _TRACE.fullmatch(self.trace)):
-            raise ConfigError(f"trace={self.trace!r}: it must be 'off', 'last' or 'every:N', N > 0")
+            raise ConfigError(
+                f"trace={self.trace!r}: it must be 'off', 'last' or 'every:N', N > 0; in YAML "
+                "'off' needs its quotes"
+            )
         if not isinstance(self.compile_layers, bool | None):
             raise ConfigError(
                 f"compile_layers={self.compile_layers!r}: it must be True, False or None"

@@ -55,6 +55,8 @@ def outcomes(tmp_path_factory):
         "folders": training(*model_and_dataset(folder), *SILENT, "--log_level", "info"),
         "no gain": training("--required_gain", "0.9", "--report_to", "none"),
         "trl": training("--rollouts", "trl", *SILENT),
+        "as drawn": training("--vllm_importance_sampling_correction", "false", *SILENT),
+        "no bar": training("--disable_tqdm", "true", *SILENT),
         "unknown": training("--max_row", "3", "--report_to", "none"),
         "no prompt": training("--dataset", dataset_of_one_row(folder, "question"), *SILENT),
         "no step": training("--dataset", dataset_of_one_row(folder, "prompt"), *SILENT),
@@ -119,6 +121,20 @@ def test_trl_generates_by_itself_when_asked(outcomes):
     result = outcomes["trl"]
     assert result.returncode == 0, result.stderr
     assert "tokens/s" not in result.stdout
+
+
+def test_rollouts_that_are_not_scored_again_have_no_distance(outcomes):
+    result = outcomes["as drawn"]
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"tokens/s.*│ +\d+", result.stdout)
+    assert "Δlogp" not in result.stdout
+
+
+def test_no_bar_is_drawn_where_none_is_wanted(outcomes):
+    result = outcomes["no bar"]
+    assert result.returncode == 0, result.stderr
+    assert "3/3" not in result.stderr
+    assert "training time" in result.stdout
 
 
 def test_an_unknown_argument_is_refused(outcomes):

@@ -74,6 +74,13 @@ def test_positions_without_tokens_have_no_metric():
     assert "rollout/logp_gap/1-4K" not in found
 
 
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
+def test_rows_that_are_all_masked_are_no_agreement(mode):
+    """`mask_truncated_completions` masks all rows of a model that does not end any yet."""
+    output = scored(torch.ones(2, 5), torch.zeros(2, 5).long())
+    assert gap_metrics(trainer(mode), output, sample=False) == {}
+
+
 def test_tokens_of_tools_do_not_count():
     output = scored(torch.tensor([[0.1, 9.0]]))
     output["tool_mask"] = torch.tensor([[1, 0]])
@@ -229,6 +236,26 @@ def test_steps_are_measured_without_what_lies_between_them(monkeypatch):
     }
     assert found["eval"]["rollout/effective_tok_s"] == [30, 30]
     assert found["eval"]["rollout/step_share"] == [0.5, 0.5]
+
+
+def test_a_step_that_failed_counts_to_none_of_the_next_training(tmp_path):
+    """Its rollout was counted, and its seconds were not: shares above 1 came of it."""
+    run = trl_trainer.build(tmp_path, max_steps=1)
+    trl_trainer.attach(run)
+    (reward,), run.reward_funcs = run.reward_funcs, [fail]
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    run._metrics["train"].clear()  # TRL's, of which the failed rollout's own numbers are some
+    run.reward_funcs = [reward]
+    run.train()
+    (share,) = trl_trainer.logged(run, "rollout/step_share")
+    (tokens_per_s,) = trl_trainer.logged(run, "rollout/effective_tok_s")
+    assert share < 1
+    assert tokens_per_s < trl_trainer.logged(run, "rollout/generated_tok_s")[0]
+
+
+def fail(**columns):
+    raise ZeroDivisionError
 
 
 def test_a_training_logs_them_for_training_and_evaluation_apart(tmp_path):

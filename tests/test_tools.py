@@ -8,6 +8,9 @@ import trl_trainer
 from datasets import Dataset
 from trl.trainer import grpo_trainer
 
+from rollout import UnsupportedTrainer
+from trainers import RolloutGenerator
+
 TURNS = 3
 TEMPLATE = """
 {%- for message in messages %}{{ message['content'] }}
@@ -140,6 +143,14 @@ def test_environments_run_on_the_engine(tmp_path, calls):
     assert all(hit_rate > 0.5 for *_, hit_rate, _ in (turns[1], turns[-1]))
     assert min(trl_trainer.logged(trainer, "rewards/Counter/mean")) > 0
     assert trl_trainer.logged(trainer, "tools/failure_frequency") == [0.0] * 2
+
+
+@pytest.mark.parametrize("kind", [{"tools": [multiply]}, {"environment_factory": Counter}])
+def test_a_rollout_func_refuses_tools_before_one_is_called(tmp_path, kind):
+    """Else a run would go on until a model learns to call one, and end in a TypeError of TRL."""
+    trainer = build(tmp_path, rollout_func=RolloutGenerator(trl_trainer.ENGINE), **kind)
+    with pytest.raises(UnsupportedTrainer, match="drop rollout_func, and attach this generator"):
+        trainer.train()
 
 
 def test_a_tool_result_beyond_what_a_row_can_hold_ends_the_row(tmp_path, calls):

@@ -10,6 +10,7 @@ import tiny
 import trl_trainer
 import wandb
 from matplotlib.colors import to_hex
+from trl import TrlParser
 
 from rollout import ConfigError, RolloutConfig, RolloutEngine, SamplingParams, timeline
 from rollout.trace import tracing
@@ -25,6 +26,13 @@ def test_what_is_traced_is_off_last_or_every(value):
         RolloutConfig(trace=value)
     found = [RolloutConfig(trace=trace).trace_period for trace in ("off", "last", "every:12")]
     assert found == [0, 0, 12]
+
+
+def test_an_off_that_yaml_reads_as_false_is_answered_by_its_quotes(tmp_path):
+    (tmp_path / "run.yaml").write_text("trace: off\n")
+    parser = TrlParser(RolloutConfig)
+    with pytest.raises(ConfigError, match=r"trace=False: .*; in YAML 'off' needs its quotes"):
+        parser.parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,16 @@ class RolloutGenerator:
 
         Returns:
             `prompt_ids`, `completion_ids` and `logprobs`, a list a row each.
+
+        Raises:
+            UnsupportedTrainer: The trainer or its settings; the message says what to change.
+            UnsupportedModel: The model; likewise.
         """
+        if getattr(trainer, "tools", None):  # TRL makes later turns itself, and trips over them
+            raise UnsupportedTrainer(
+                "a rollout_func cannot serve tools and environments: TRL does not ask it for the "
+                "turns that follow a tool's result; drop rollout_func, and attach this generator"
+            )
         if self._trainer is None:
             self._open(trainer)
         if trainer is not self._trainer:

@@ -110,13 +110,16 @@ def gap_metrics(trainer: Any, scored: dict[str, Any], *, sample: bool) -> dict[s
             trained, failure = sampled, error
     difference = (trained - sampled) * mask
     found = _drift(trainer, difference.abs(), mask, failure)
-    if "importance_sampling_ratio" in scored:
+    if found and "importance_sampling_ratio" in scored:
         found |= _raw_ratio(trainer, difference, mask)
     return found
 
 
 def _drift(trainer: Any, gaps: Tensor, mask: Tensor, failure: Exception | None) -> dict[str, float]:
-    """Mean and largest distance, and the mean by position; raises if any rank has failed."""
+    """Mean and largest distance, and the mean by position; raises if any rank has failed.
+
+    Where no rank has a token that counts there are none: 0 would say that all of them agree.
+    """
     columns = [gaps.sum(0), mask.sum(0)]
     sums = [column[first:last].sum() for column in columns for first, last in _BUCKETS.values()]
     failed = torch.full_like(gaps.max(), failure is not None)
@@ -124,8 +127,10 @@ def _drift(trainer: Any, gaps: Tensor, mask: Tensor, failure: Exception | None) 
     *totals, _, num_failed = ranks.sum(0).tolist()
     _check_computed(failure, num_failed)
     distances, tokens = totals[: len(_BUCKETS)], totals[len(_BUCKETS) :]
+    if not sum(tokens):
+        return {}
     found = {
-        "rollout/logp_gap": sum(distances) / max(sum(tokens), 1),
+        "rollout/logp_gap": sum(distances) / sum(tokens),
         "rollout/logp_gap_max": ranks[:, -2].max().item(),
     }
     for name, distance, count in zip(_BUCKETS, distances, tokens, strict=True):
@@ -152,7 +157,7 @@ def _raw_ratio(trainer: Any, difference: Tensor, mask: Tensor) -> dict[str, floa
     ranks = _gather(trainer, [ratios.sum(), mask.sum(), ratios.max()])
     total, count, _ = ranks.sum(0).tolist()
     return {
-        "sampling/raw_importance_sampling_ratio/mean": total / max(count, 1),
+        "sampling/raw_importance_sampling_ratio/mean": total / count,
         "sampling/raw_importance_sampling_ratio/max": ranks[:, -1].max().item(),
     }
 

@@ -57,6 +57,11 @@ class StepClock(TrainerCallback):
         steps.num_tokens += num_tokens
         steps.rollout_s += seconds
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Forget a step that an error or an interrupt has ended: its seconds are not known."""
+        self._began = None
+        self._steps.clear()
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Begin a training step."""
         self._began = time.perf_counter()
