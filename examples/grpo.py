@@ -111,9 +111,11 @@ def summarise(trainer: GRPOTrainer) -> float:
     table.add_row(f"mean reward, first {WINDOW} steps", f"{first:.3f}")
     table.add_row(f"mean reward, last {WINDOW} steps", f"{last:.3f}")
     if values("rollout/duration_s") and trainer.args.logging_steps == 1:
-        generating = sum(values("rollout/duration_s")) / runtime
         table.add_row("generated tokens/s", f"{mean(values('rollout/generated_tok_s')):,.0f}")
-        table.add_row("share of time generating", f"{generating:.0%}")
+        if trainer.args.gradient_accumulation_steps <= trainer.args.steps_per_generation:
+            # Of several rollouts in a step the log has the mean.
+            generating = sum(values("rollout/duration_s")) / runtime
+            table.add_row("share of time generating", f"{generating:.0%}")
         if gaps := values("rollout/logp_gap"):  # none where TRL did not score the rollouts again
             largest = max(values("rollout/logp_gap_max"))
             table.add_row("|Δlogp| to the trainer", f"{mean(gaps):.1e}, {largest:.1e} at most")

@@ -129,6 +129,12 @@ def test_a_float32_head_is_refused(tmp_path):
         trl_trainer.attach(trainer, EXACT)
 
 
+def test_noise_on_embeddings_is_refused(tmp_path):
+    trainer = trl_trainer.build(tmp_path, neftune_noise_alpha=5.0)
+    with pytest.raises(UnsupportedTrainer, match="drop it, or use on_policy='close'"):
+        trl_trainer.attach(trainer, EXACT)
+
+
 def test_embeddings_that_are_resized_later_are_refused():
     """The product of the new head was not looked at, on neither side."""
     model = tiny.build()

@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> None:
     if options.json is not None and not options.json.parent.is_dir():
         raise ConfigError(f"{options.json}: there is no folder {options.json.parent}")
     if options.json is not None:
-        options.json.write_text(json.dumps(layout(), indent=2), encoding="utf-8")
+        options.json.write_text(json.dumps(layout(), indent=2) + "\n", encoding="utf-8")
     else:
         sys.stdout.write(f"{save(options.project, options.entity)}\n")
 

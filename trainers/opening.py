@@ -31,16 +31,16 @@ def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
         UnsupportedModel: The model; likewise.
     """
     check_trainer(trainer)
-    accelerator, float32_head = trainer.accelerator, settings_of(trainer).args.cast_lm_head_to_fp32
+    accelerator, args = trainer.accelerator, settings_of(trainer).args
     if config.exact:
-        _check_exact(accelerator.distributed_type, float32_head)
+        _check_exact(accelerator.distributed_type, args)
     precision, model = precision_of(accelerator), accelerator.unwrap_model(trainer.model)
     _place(model, accelerator.device)
     return RolloutEngine(
         model,
         config,
         autocast_dtype=precision.autocast_dtype,
-        float32_head=float32_head,
+        float32_head=args.cast_lm_head_to_fp32,
         param_dtype=precision.param_dtype,
         show_plan=_print_plan if accelerator.is_main_process else None,
     )
@@ -55,11 +55,16 @@ def _place(model: nn.Module, device: torch.device) -> None:
         model.to(device)
 
 
-def _check_exact(kind: DistributedType, float32_head: bool) -> None:
-    if float32_head:
+def _check_exact(kind: DistributedType, args: Any) -> None:
+    if args.cast_lm_head_to_fp32:
         raise UnsupportedTrainer(
             "on_policy='exact' does not know how a float32 head adds up; drop "
             "`cast_lm_head_to_fp32`, or use on_policy='close'"
+        )
+    if args.neftune_noise_alpha is not None:
+        raise UnsupportedTrainer(
+            "`neftune_noise_alpha` adds noise to the trainer's embeddings alone; drop it, or use "
+            "on_policy='close'"
         )
     if kind in _SHARDING:
         raise UnsupportedTrainer(
