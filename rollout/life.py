@@ -129,8 +129,13 @@ class EngineLife:
         if self.asleep:
             return
         began = time.perf_counter()
-        self.scheduler.reset(num_pages=1)
-        self.worker.sleep()
+        try:
+            self.scheduler.reset(num_pages=1)
+            self.worker.sleep()
+        except BaseException as error:
+            # A scheduler that is half new would lose the rows to come.
+            self._give_up(error)
+            raise
         self.stats.sleep_s += time.perf_counter() - began
 
     @no_inference_mode
