@@ -228,6 +228,39 @@ def test_dropping_every_row_that_waits_leaves_an_idle_engine():
         assert len(engine.generate([[9]], SamplingParams(max_new_tokens=5))) == 1
 
 
+@pytest.mark.parametrize("num_forgotten", [0, 1, 4])
+def test_an_interrupt_while_rows_are_dropped_ends_every_row(monkeypatch, num_forgotten):
+    """Whichever of them it comes at: 4 have a lane, and 5 wait."""
+    with tight(tiny.build()) as engine:
+        wanted = [completion.token_ids for completion in engine.generate(*work())]
+        ids = submit_all(engine, work())
+        for _ in range(12):
+            engine.step()
+        forget, forgotten = engine.scheduler._line.forget, []
+
+        def interrupted(row, num_tokens):
+            if len(forgotten) == num_forgotten:
+                raise KeyboardInterrupt
+            forgotten.append(row)
+            forget(row, num_tokens)
+
+        monkeypatch.setattr(engine.scheduler._line, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.abort(ids)
+        assert not engine.busy
+        engine.scheduler.check()
+        assert engine.scheduler.pages.num_used == 0
+        assert [completion.token_ids for completion in engine.generate(*work())] == wanted
+
+
+def test_what_is_no_collection_of_ids_drops_no_row():
+    with engine_for(tiny.build()) as engine:
+        row = engine.submit([9, 10], SamplingParams(max_new_tokens=5))
+        with pytest.raises(TypeError):
+            engine.abort(row)
+        assert list(run(engine)) == [row]
+
+
 # --- rows that are streamed
 
 
