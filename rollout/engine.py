@@ -112,7 +112,9 @@ class RolloutEngine(EngineLife):
     def _stream(
         self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> Generator[Completion]:
-        self._check_idle()  # a generator begins when it is first asked
+        # A generator begins when it is first asked.
+        self._check_running()
+        self._check_idle()
         try:
             self._enqueue(requests, limits, same_weights)
             while self.busy:

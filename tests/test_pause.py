@@ -10,6 +10,7 @@ import torch
 from rollout import (
     ConfigError,
     EngineBusy,
+    EngineClosed,
     EnginePaused,
     OutOfMemory,
     RequestError,
@@ -300,6 +301,16 @@ def test_a_stream_says_at_once_what_is_wrong_and_begins_when_it_is_asked():
         stream = engine.stream([[9]], SamplingParams(max_new_tokens=5))
         assert not engine.busy
         assert [len(completion.token_ids) for completion in stream] == [5]
+
+
+def test_a_stream_that_is_first_asked_too_late_says_so():
+    with engine_for(tiny.build()) as engine:
+        first, second = engine.stream(*work()), engine.stream(*work())
+        with engine.paused(same_weights=True), pytest.raises(EnginePaused):
+            next(first)
+        assert engine.policy_version == 0
+    with pytest.raises(EngineClosed):
+        next(second)
 
 
 def test_weights_change_between_two_rows_of_a_stream():
