@@ -247,8 +247,12 @@ class EngineLife:
         self._meter.end()
         try:
             self.slots.drain()
-        finally:
             self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
+        except BaseException:
+            # An interrupt may have left it half new, or the device has failed.
+            self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
+            raise
+        finally:
             self.streams.hand_back()
 
     @no_inference_mode

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 
+import rollout.scheduler
 from rollout import (
     ConfigError,
     EngineBusy,
@@ -18,6 +19,8 @@ from rollout import (
     RolloutEngine,
     SamplingParams,
 )
+from rollout.admission import Admitter
+from rollout.host_pages import HostPages
 
 PAGE = 4
 SMALL = {"max_rows": 4, "page_tokens": PAGE, "prefill_tokens": 9}
@@ -292,6 +295,27 @@ def test_a_stream_that_is_closed_early_drops_its_rows():
         assert len(engine.generate(*work())) == 9
         engine.stream(*work()).close()  # never begun
         assert not engine.busy
+
+
+@pytest.mark.parametrize("part", [HostPages, Admitter])
+def test_an_interrupt_while_a_stream_is_closed_leaves_an_idle_engine(monkeypatch, part):
+    made = []
+
+    def interrupted(*args):
+        made.append(args)
+        if len(made) == 1:
+            raise KeyboardInterrupt
+        return part(*args)
+
+    with engine_for(tiny.build()) as engine:
+        stream = engine.stream(*work())
+        next(stream)
+        monkeypatch.setattr(rollout.scheduler, part.__name__, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+        assert not engine.busy
+        engine.scheduler.check()
+        assert len(engine.generate(*work())) == 9
 
 
 def test_a_stream_says_at_once_what_is_wrong_and_begins_when_it_is_asked():
