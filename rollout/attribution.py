@@ -164,5 +164,7 @@ class Attribution:
         if not whole_s:
             return {}
         seconds = {**self._seconds, "sleep": self._seconds["sleep"] + sleep_s}
-        seconds["host_bound"] = max(0.0, whole_s - sum(seconds.values()))
+        # Memory may be made ready beside a batch or in a pause, or without a token that follows.
+        whole_s = max(whole_s, sum(seconds.values()))
+        seconds["host_bound"] = whole_s - sum(seconds.values())
         return {part: spent / whole_s for part, spent in seconds.items()}

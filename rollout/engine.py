@@ -112,7 +112,9 @@ class RolloutEngine(EngineLife):
     def _stream(
         self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> Generator[Completion]:
-        self._check_idle()  # a generator begins when it is first asked
+        # A generator begins when it is first asked.
+        self._check_running()
+        self._check_idle()
         try:
             self._enqueue(requests, limits, same_weights)
             while self.busy:
@@ -190,14 +192,21 @@ class RolloutEngine(EngineLife):
     def abort(self, rows: Collection[int]) -> None:
         """Drop rows between two steps, and free what they hold; they have no completion.
 
+        An interrupt meanwhile ends every row, as one in a step does.
+
         Args:
             rows: Their ids. One that is unknown, or has finished, is none.
         """
         self._check_open()
-        self.scheduler.abort(rows)
-        if not self.busy:
-            self.streams.hand_back()
-            self._meter.end()
+        ids = set(rows)  # what is no collection costs no row
+        try:
+            self.scheduler.abort(ids)
+            if not self.busy:
+                self.streams.hand_back()
+                self._meter.end()
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def _count(self, batch: Batch, num_bytes: int) -> None:
         """Tell telemetry of a batch that was launched."""

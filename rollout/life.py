@@ -129,8 +129,13 @@ class EngineLife:
         if self.asleep:
             return
         began = time.perf_counter()
-        self.scheduler.reset(num_pages=1)
-        self.worker.sleep()
+        try:
+            self.scheduler.reset(num_pages=1)
+            self.worker.sleep()
+        except BaseException as error:
+            # A scheduler that is half new would lose the rows to come.
+            self._give_up(error)
+            raise
         self.stats.sleep_s += time.perf_counter() - began
 
     @no_inference_mode
@@ -242,8 +247,12 @@ class EngineLife:
         self._meter.end()
         try:
             self.slots.drain()
-        finally:
             self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
+        except BaseException:
+            # An interrupt may have left it half new, or the device has failed.
+            self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
+            raise
+        finally:
             self.streams.hand_back()
 
     @no_inference_mode

@@ -65,6 +65,7 @@ def test_the_rest_is_the_hosts_and_nothing_is_nothing():
     assert Attribution().shares(0.0, 0.0) == {}
     assert split() == {"host_bound": 100}
     assert split(sleep_s=30) == {"host_bound": 70, "sleep": 30}
+    assert split(sleep_s=130) == {"sleep": 100}
     assert split((batch(2), 2, 1, (5, 2, 0, 10))) == {
         "compute": 10,
         "h2d_wait": 2,
@@ -363,6 +364,32 @@ def test_a_pause_and_giving_memory_back_are_sleep():
         engine.sleep()
         slept_s = check(engine.stats)["sleep"] * engine.stats.whole_s
         assert slept_s == pytest.approx(paused_s + engine.stats.sleep_s)
+
+
+def test_memory_for_rows_that_have_no_token_is_all_that_there_was():
+    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+        engine.abort([engine.submit([9, 10], SamplingParams(max_new_tokens=6))])
+        engine.sleep()
+        assert check(engine.stats)["sleep"] == pytest.approx(1)
+
+
+def test_memory_that_grows_within_a_pause_is_not_counted_twice(monkeypatch):
+    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+        grow = engine.worker.kv_cache._arena._grow
+
+        def slow(num_bytes):
+            time.sleep(0.2)
+            return grow(num_bytes)
+
+        engine.submit([9, 10], SamplingParams(max_new_tokens=6))
+        engine.step()
+        monkeypatch.setattr(engine.worker.kv_cache._arena, "_grow", slow)
+        with engine.paused():
+            pass
+        engine.submit([9, 10], SamplingParams(max_new_tokens=60))
+        while engine.busy:
+            engine.step()
+        check(engine.stats)
 
 
 @pytest.mark.parametrize("offload_bytes", [0, 1 << 20])

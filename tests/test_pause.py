@@ -7,9 +7,11 @@ import pytest
 import tiny
 import torch
 
+import rollout.scheduler
 from rollout import (
     ConfigError,
     EngineBusy,
+    EngineClosed,
     EnginePaused,
     OutOfMemory,
     RequestError,
@@ -17,6 +19,8 @@ from rollout import (
     RolloutEngine,
     SamplingParams,
 )
+from rollout.admission import Admitter
+from rollout.host_pages import HostPages
 
 PAGE = 4
 SMALL = {"max_rows": 4, "page_tokens": PAGE, "prefill_tokens": 9}
@@ -228,6 +232,39 @@ def test_dropping_every_row_that_waits_leaves_an_idle_engine():
         assert len(engine.generate([[9]], SamplingParams(max_new_tokens=5))) == 1
 
 
+@pytest.mark.parametrize("num_forgotten", [0, 1, 4])
+def test_an_interrupt_while_rows_are_dropped_ends_every_row(monkeypatch, num_forgotten):
+    """Whichever of them it comes at: 4 have a lane, and 5 wait."""
+    with tight(tiny.build()) as engine:
+        wanted = [completion.token_ids for completion in engine.generate(*work())]
+        ids = submit_all(engine, work())
+        for _ in range(12):
+            engine.step()
+        forget, forgotten = engine.scheduler._line.forget, []
+
+        def interrupted(row, num_tokens):
+            if len(forgotten) == num_forgotten:
+                raise KeyboardInterrupt
+            forgotten.append(row)
+            forget(row, num_tokens)
+
+        monkeypatch.setattr(engine.scheduler._line, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.abort(ids)
+        assert not engine.busy
+        engine.scheduler.check()
+        assert engine.scheduler.pages.num_used == 0
+        assert [completion.token_ids for completion in engine.generate(*work())] == wanted
+
+
+def test_what_is_no_collection_of_ids_drops_no_row():
+    with engine_for(tiny.build()) as engine:
+        row = engine.submit([9, 10], SamplingParams(max_new_tokens=5))
+        with pytest.raises(TypeError):
+            engine.abort(row)
+        assert list(run(engine)) == [row]
+
+
 # --- rows that are streamed
 
 
@@ -260,6 +297,27 @@ def test_a_stream_that_is_closed_early_drops_its_rows():
         assert not engine.busy
 
 
+@pytest.mark.parametrize("part", [HostPages, Admitter])
+def test_an_interrupt_while_a_stream_is_closed_leaves_an_idle_engine(monkeypatch, part):
+    made = []
+
+    def interrupted(*args):
+        made.append(args)
+        if len(made) == 1:
+            raise KeyboardInterrupt
+        return part(*args)
+
+    with engine_for(tiny.build()) as engine:
+        stream = engine.stream(*work())
+        next(stream)
+        monkeypatch.setattr(rollout.scheduler, part.__name__, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+        assert not engine.busy
+        engine.scheduler.check()
+        assert len(engine.generate(*work())) == 9
+
+
 def test_a_stream_says_at_once_what_is_wrong_and_begins_when_it_is_asked():
     with engine_for(tiny.build()) as engine:
         with pytest.raises(RequestError, match="empty prompt"):
@@ -267,6 +325,16 @@ def test_a_stream_says_at_once_what_is_wrong_and_begins_when_it_is_asked():
         stream = engine.stream([[9]], SamplingParams(max_new_tokens=5))
         assert not engine.busy
         assert [len(completion.token_ids) for completion in stream] == [5]
+
+
+def test_a_stream_that_is_first_asked_too_late_says_so():
+    with engine_for(tiny.build()) as engine:
+        first, second = engine.stream(*work()), engine.stream(*work())
+        with engine.paused(same_weights=True), pytest.raises(EnginePaused):
+            next(first)
+        assert engine.policy_version == 0
+    with pytest.raises(EngineClosed):
+        next(second)
 
 
 def test_weights_change_between_two_rows_of_a_stream():

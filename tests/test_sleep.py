@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 
+import rollout.scheduler
 import rollout.worker
 from rollout import (
     EngineBusy,
@@ -19,6 +20,8 @@ from rollout import (
     RolloutEngine,
     SamplingParams,
 )
+from rollout.admission import Admitter
+from rollout.host_pages import HostPages
 from rollout.kv_cache import KVCache
 
 pytestmark = pytest.mark.usefixtures("no_memory_of_lengths")
@@ -113,6 +116,26 @@ def test_rows_are_not_put_to_sleep():
         while engine.busy:
             engine.step()
         engine.sleep()
+
+
+@pytest.mark.parametrize("part", [HostPages, Admitter])
+def test_an_interrupt_on_the_way_to_sleep_leaves_a_usable_engine(monkeypatch, part):
+    made = []
+
+    def interrupted(*args):
+        made.append(args)
+        if len(made) == 1:
+            raise KeyboardInterrupt
+        return part(*args)
+
+    with RolloutEngine(tiny.build(), CONFIG) as engine:
+        wanted = rows_of(engine.generate(*work()))
+        monkeypatch.setattr(rollout.scheduler, part.__name__, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.sleep()
+        assert rows_of(engine.generate(*work())) == wanted
+        engine.sleep()
+        assert engine.asleep
 
 
 def test_a_closed_engine_holds_nothing_and_neither_sleeps_nor_wakes():
