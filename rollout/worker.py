@@ -126,8 +126,12 @@ class Worker:
         """
         self._compile()
         with self.streams.module.stream(self.streams.compute):
-            if self.lanes.open_filters(draws, self.twin.vocab_size, words):
-                self.graphs.forget(Draw.WORDS)
+            moved = True  # unless it ends without an interrupt, and says otherwise
+            try:
+                moved = self.lanes.open_filters(draws, self.twin.vocab_size, words)
+            finally:
+                if moved:
+                    self.graphs.forget(Draw.WORDS)
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
         self.graphs.prepare(num_rows, longest, draws, addresses)
 

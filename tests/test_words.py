@@ -1,5 +1,7 @@
 """Words that a row must not generate, against transformers' own processor."""
 
+from contextlib import suppress
+
 import fakes
 import numpy as np
 import pytest
@@ -184,6 +186,24 @@ def test_a_row_that_joins_with_longer_words_leaves_the_others_theirs():
         while engine.busy:
             done += engine.step()
     assert [c.token_ids for c in sorted(done, key=lambda c: c.row)] == [c.token_ids for c in alone]
+
+
+@pytest.mark.parametrize("ends", [False, True, KeyboardInterrupt()])
+def test_graphs_of_words_go_unless_their_table_is_known_to_have_stayed(monkeypatch, ends):
+    """An interrupt may come when the table was moved, and before anybody was told."""
+
+    def open_filters(*_):
+        if isinstance(ends, BaseException):
+            raise ends
+        return ends
+
+    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+        forgotten = []
+        monkeypatch.setattr(engine.worker.graphs, "forget", forgotten.append)
+        monkeypatch.setattr(engine.worker.lanes, "open_filters", open_filters)
+        with suppress(KeyboardInterrupt):
+            engine.worker.prepare(1, 8, {Draw.WORDS}, (1, 1))
+        assert forgotten == [Draw.WORDS] * bool(ends)
 
 
 def test_words_travel_once_and_a_batch_without_them_does_without():
