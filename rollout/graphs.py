@@ -165,7 +165,7 @@ class GraphCache:
         self.num_captures += 1
 
     def _compiles(self, size: int, context: int, draw: Draw) -> bool:
-        """Whether a step may run what no step has run. Any context is the same to all sizes."""
+        """Whether a step may run what was not compiled. What a context takes is so at any size."""
         sized = any((s, d) == (size, draw) for s, _, d in self._graphs)
         return not sized or all(c != context for _, c, _ in self._graphs)
 

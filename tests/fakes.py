@@ -1,7 +1,8 @@
-"""A model whose rows cannot influence each other, and a device that lags behind the host."""
+"""A model whose rows cannot influence each other, a device that lags behind, an interrupt."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,6 +13,18 @@ from rollout.forward import Forward
 from rollout.kernels.paged_attention import gather_kv
 from rollout.request import Batch
 from rollout.slots import IOSlot
+
+
+def interrupted_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but that the first call ends in an interrupt."""
+    calls = count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return make(*args)
+
+    return interrupted
 
 
 class HistoryModel:

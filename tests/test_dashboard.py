@@ -13,6 +13,8 @@ from rollout import ConfigError
 from rollout.attribution import PARTS
 from trainers import dashboard
 
+SHIPPED = Path(dashboard.__file__).parent.parent / "examples" / "dashboard.json"
+
 
 def test_the_layout_is_written_without_wandb_or_torch(tmp_path):
     path = tmp_path / "panels.json"
@@ -23,6 +25,7 @@ def test_the_layout_is_written_without_wandb_or_torch(tmp_path):
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+    assert path.read_bytes() == SHIPPED.read_bytes()
     sections = json.loads(path.read_text())["sections"]
     *plotted, pictured = sections
     assert [section["name"] for section in plotted] == list(dashboard.SECTIONS)
@@ -35,8 +38,7 @@ def test_the_layout_is_written_without_wandb_or_torch(tmp_path):
 
 
 def test_the_layout_in_the_examples_is_todays():
-    path = Path(dashboard.__file__).parent.parent / "examples" / "dashboard.json"
-    assert json.loads(path.read_text(encoding="utf-8")) == dashboard.layout()
+    assert json.loads(SHIPPED.read_text(encoding="utf-8")) == dashboard.layout()
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):

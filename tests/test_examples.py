@@ -49,6 +49,7 @@ def outcomes(tmp_path_factory):
     """Of all runs but the demo's, which share what they import."""
     folder = tmp_path_factory.mktemp("examples")
     value_epochs = ("--value_epochs", "2")
+    two_rollouts = ("--gradient_accumulation_steps", "2", "--steps_per_generation", "1")
     commands = {
         "generate": [EXAMPLES / "generate.py", "--rows", "3", "--max_new_tokens", "5"],
         "ppo": training(*SILENT, *value_epochs, script="ppo.py", config="demo_ppo.yaml"),
@@ -56,7 +57,7 @@ def outcomes(tmp_path_factory):
         "no gain": training("--required_gain", "0.9", "--report_to", "none"),
         "trl": training("--rollouts", "trl", *SILENT),
         "as drawn": training("--vllm_importance_sampling_correction", "false", *SILENT),
-        "no bar": training("--disable_tqdm", "true", *SILENT),
+        "no bar": training("--disable_tqdm", "true", *two_rollouts, *SILENT),
         "unknown": training("--max_row", "3", "--report_to", "none"),
         "no prompt": training("--dataset", dataset_of_one_row(folder, "question"), *SILENT),
         "no step": training("--dataset", dataset_of_one_row(folder, "prompt"), *SILENT),
@@ -135,6 +136,13 @@ def test_no_bar_is_drawn_where_none_is_wanted(outcomes):
     assert result.returncode == 0, result.stderr
     assert "3/3" not in result.stderr
     assert "training time" in result.stdout
+
+
+def test_no_share_is_told_of_steps_with_several_rollouts(outcomes):
+    """The log has the mean of their seconds."""
+    assert "share of time generating" in outcomes["as drawn"].stdout
+    assert "share of time generating" not in outcomes["no bar"].stdout
+    assert "generated tokens/s" in outcomes["no bar"].stdout
 
 
 def test_an_unknown_argument_is_refused(outcomes):

@@ -299,18 +299,10 @@ def test_a_stream_that_is_closed_early_drops_its_rows():
 
 @pytest.mark.parametrize("part", [HostPages, Admitter])
 def test_an_interrupt_while_a_stream_is_closed_leaves_an_idle_engine(monkeypatch, part):
-    made = []
-
-    def interrupted(*args):
-        made.append(args)
-        if len(made) == 1:
-            raise KeyboardInterrupt
-        return part(*args)
-
     with engine_for(tiny.build()) as engine:
         stream = engine.stream(*work())
         next(stream)
-        monkeypatch.setattr(rollout.scheduler, part.__name__, interrupted)
+        monkeypatch.setattr(rollout.scheduler, part.__name__, fakes.interrupted_once(part))
         with pytest.raises(KeyboardInterrupt):
             stream.close()
         assert not engine.busy

@@ -120,17 +120,9 @@ def test_rows_are_not_put_to_sleep():
 
 @pytest.mark.parametrize("part", [HostPages, Admitter])
 def test_an_interrupt_on_the_way_to_sleep_leaves_a_usable_engine(monkeypatch, part):
-    made = []
-
-    def interrupted(*args):
-        made.append(args)
-        if len(made) == 1:
-            raise KeyboardInterrupt
-        return part(*args)
-
     with RolloutEngine(tiny.build(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
-        monkeypatch.setattr(rollout.scheduler, part.__name__, interrupted)
+        monkeypatch.setattr(rollout.scheduler, part.__name__, fakes.interrupted_once(part))
         with pytest.raises(KeyboardInterrupt):
             engine.sleep()
         assert rows_of(engine.generate(*work())) == wanted

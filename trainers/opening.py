@@ -63,8 +63,8 @@ def _check_exact(kind: DistributedType, args: Any) -> None:
         )
     if args.neftune_noise_alpha is not None:
         raise UnsupportedTrainer(
-            "`neftune_noise_alpha` adds noise to the trainer's embeddings alone; drop it, or use "
-            "on_policy='close'"
+            f"on_policy='exact': neftune_noise_alpha={args.neftune_noise_alpha} adds noise to the "
+            "trainer's embeddings, and a rollout has none; drop it, or use on_policy='close'"
         )
     if kind in _SHARDING:
         raise UnsupportedTrainer(
