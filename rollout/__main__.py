@@ -4,8 +4,9 @@ import sys
 
 from rich.console import Console
 
-from rollout import bench, difference, doctor
 from rollout.errors import RolloutError
+from rollout.tools import bench, doctor
+from rollout.tools import parity as difference
 
 USAGE = """python -m rollout doctor            what the engine finds on this machine
 python -m rollout doctor --exact    whether rollouts equal a trainer's forward, and if not, where

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from rollout.kernels import early_triton
+from rollout.kernels import pdl_triton as early_triton
 
 
 class Hopper:
@@ -70,7 +70,8 @@ def attend(dtype, heads, kv_heads, dim, page_tokens, **options):
 
 def draw():
     """Kernels that read logits."""
-    from rollout.kernels import keep_triton, sample_triton
+    from rollout.kernels import sample_triton
+    from rollout.kernels import top_k_top_p_triton as keep_triton
 
     logits, ones, ids = torch.zeros(4, 151_936), torch.ones(4), torch.arange(4)
     for each in (logits, logits.bfloat16()):
@@ -80,7 +81,9 @@ def draw():
 
 def compute():
     """Kernels of layers in exact mode."""
-    from rollout.kernels import gate_triton, norm_triton, product_triton
+    from rollout.kernels import batch_invariant_linear_triton as product_triton
+    from rollout.kernels import rms_norm_triton as norm_triton
+    from rollout.kernels import silu_and_mul_triton as gate_triton
 
     states = torch.zeros(1, 32, 4096, dtype=torch.bfloat16)
     gate_triton.silu_gate(states, states)
@@ -92,7 +95,7 @@ def compute():
 
 def close():
     """The product of few rows, in one part and in several."""
-    from rollout.kernels import few_rows_triton
+    from rollout.kernels import skinny_linear_triton as few_rows_triton
 
     for rows, outputs, inner, dtype in (
         (32, 24576, 4096, torch.bfloat16),
@@ -106,7 +109,9 @@ def close():
 
 def decode(rows):
     """What a decode step of so many rows launches, at three bounds of the context."""
-    from rollout.kernels import few_rows_triton, norm_triton, paged_attention_triton, sample_triton
+    from rollout.kernels import paged_attention_triton, sample_triton
+    from rollout.kernels import rms_norm_triton as norm_triton
+    from rollout.kernels import skinny_linear_triton as few_rows_triton
 
     dtype, ids = torch.bfloat16, torch.zeros(rows, dtype=torch.int64)
     weight = torch.zeros(128, 256, dtype=dtype)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from rollout.order import Lengths
+from rollout.scheduler.waiting import Lengths
 
 torch.set_num_threads(1)  # tests run beside each other, one process a core
 if not torch.cuda.is_available():

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout import RolloutConfig, RolloutEngine
-from rollout.forward import Forward
 from rollout.kernels.paged_attention import gather_kv
-from rollout.request import Batch
-from rollout.slots import IOSlot
+from rollout.runner.forward import Forward
+from rollout.runner.slots import IOSlot
+from rollout.scheduler.batch import Batch
 
 
 def interrupted_once(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ import torch
 import trl_trainer
 from trl import GRPOTrainer
 
-from rollout.sharded import whole
+from rollout.model.weights import whole
 
 BEGAN = time.time()
 ENV, GIB = os.environ, 2**30

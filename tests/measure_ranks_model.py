@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from rollout import workload
+from rollout.tools import workload
 
 folder = sys.argv[1]
 full = {**workload.SHAPES["qwen3-0.6b"], "hidden_size": 2048, "intermediate_size": 6144}

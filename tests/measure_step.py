@@ -13,9 +13,9 @@ import torch
 from test_perf import CONFIG, milliseconds, opened, step_ms
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.doctor import copy_bandwidth
-from rollout.kernel_share import kernel_events
-from rollout.workload import Workload, build_model
+from rollout.tools.doctor import copy_bandwidth
+from rollout.tools.engine_run import kernel_events
+from rollout.tools.workload import Workload, build_model
 
 REPEATS = 5
 

@@ -12,12 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from rollout.config import RolloutConfig
-from rollout.pages import TRASH_PAGE, pages_for
-from rollout.request import Batch, Completion, FinishReason, Request
+from rollout.request import Completion, FinishReason, Request
 from rollout.sampling_params import SamplingParams
-from rollout.scheduler import Scheduler
+from rollout.scheduler.batch import Batch
+from rollout.scheduler.pages import TRASH_PAGE, pages_for
+from rollout.scheduler.scheduler import Scheduler
 from rollout.stop_strings import StopStrings
-from rollout.telemetry import RolloutStats
+from rollout.telemetry.stats import RolloutStats
 
 VOCAB = 12
 EOS_SETS = [(), (VOCAB,), (3,), (0, 5, 8, 9), tuple(range(VOCAB))]  # never ... at once

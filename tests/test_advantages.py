@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers import advantages
-from trainers.advantages import (
+from trainers.ppo import advantages
+from trainers.ppo.advantages import (
     bootstrap_values,
     gae,
     kl_estimate,

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.attention import PagedAttention, number_layers, paged_attention_forward
 from rollout.errors import UnsupportedModel
-from rollout.kv_cache import KVCache, KVLayout
-from rollout.request import Segment
+from rollout.memory.kv_cache import KVCache, KVLayout
+from rollout.model.attention import PagedAttention, number_layers, paged_attention_forward
+from rollout.scheduler.batch import Segment
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from simulation import Rollout, depths, many
 from test_preemption import tight
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, stamps
-from rollout.attribution import PARTS, Attribution, BatchTimes
-from rollout.request import Admission, Batch, Segment
-from rollout.stamps import BatchClock, Stamps
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout.scheduler.batch import Admission, Batch, Segment
+from rollout.telemetry import device_time as stamps
+from rollout.telemetry.device_time import BatchClock, Stamps
+from rollout.telemetry.time_shares import PARTS, Attribution, BatchTimes
 
 SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 9}
 NOTHING = np.empty((0, 2), np.int64)

@@ -6,7 +6,7 @@
 import numpy as np
 import pytest
 
-from trainers.ranks import Group, deal
+from trainers.adapter.ranks import Group, deal
 
 # The 1.7B shape on an H200, as `measure_ranks.py` found it: seconds of a step without its keys and
 # values, and of those of a token, 112 KiB at 4.1 TB/s.

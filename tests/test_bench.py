@@ -11,8 +11,11 @@ import tiny
 from rich.console import Console
 from transformers import T5Config
 
-from rollout import ConfigError, bench, difference, timeline, workload
-from rollout.trace import tracing
+from rollout import ConfigError
+from rollout.telemetry import timeline
+from rollout.tools import bench, workload
+from rollout.tools import parity as difference
+from rollout.tools.trace import tracing
 
 
 def test_every_mode_is_timed_on_the_same_rows_and_written_down(tmp_path):

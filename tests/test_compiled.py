@@ -10,9 +10,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map_only
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, exact_ops, twin
-from rollout.compiled import compile_layers
-from rollout.twin import Twin
+from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout.exact import ops as exact_ops
+from rollout.model import twin
+from rollout.model.compile import compile_layers
+from rollout.model.twin import Twin
 
 CONFIG = RolloutConfig(
     max_rows=4, page_tokens=4, prefill_tokens=20, compile_layers=True, fuse_projections=True
@@ -70,7 +72,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(monkeypatch, 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_in_exact_mode_norms_and_activations_are_left_to_kernels(family, monkeypatch):
-    from rollout import compiled_exact
+    from rollout.exact import compile as compiled_exact
 
     ran = []
     leave = compiled_exact._Leave.__call__
@@ -103,7 +105,7 @@ def test_in_exact_mode_layers_with_experts_stay_as_they_are(exact, wanted):
 
 
 def test_a_norm_that_our_kernel_does_not_equal_is_left_alone():
-    from rollout.compiled_exact import leave_to_kernels
+    from rollout.exact.compile import leave_to_kernels
 
     kinds = {}
     for family in ("qwen3", "llama", "gemma2"):

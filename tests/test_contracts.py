@@ -11,7 +11,6 @@ import io
 import re
 import subprocess
 import sys
-import textwrap
 import tokenize
 import tomllib
 from pathlib import Path
@@ -23,14 +22,14 @@ PACKAGES = ("rollout", "trainers")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 ENGINE_SOURCES = [path for path in SOURCES if path.is_relative_to(ROOT / "rollout")]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-HOST_HALF = next(
+TORCH_FREE = next(
     contract["source_modules"]
     for contract in PYPROJECT["tool"]["importlinter"]["contracts"]
     if contract["name"] == "the host half knows no tensor"
 )
 
 BLOCKING = {"item", "tolist", "cpu", "synchronize", "nonzero"}
-MAX_LINES = 400
+MAX_LINES, MAX_FILES = 600, 20
 
 
 def name_of(path: Path) -> str:
@@ -137,14 +136,26 @@ def test_malformed_tags_are_found():
 # --- the host half runs, and is tested, without torch
 
 
-@pytest.mark.parametrize("module", ["rollout", *HOST_HALF])
-def test_imports_no_torch(module):
-    code = f"import sys, {module}; print(*sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def modules_below(package: str) -> list[str]:
+    """A package's modules, or the module itself."""
+    modules = [module_of(path) for path in SOURCES]
+    return [each for each in modules if f"{each}.".startswith(f"{package}.")]
+
+
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_imports_no_torch(package):
+    modules = ", ".join(["rollout", *modules_below(package)])
+    code = f"import sys, {modules}; print(*sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "", f"importing {module} imports {result.stdout.strip()}"
+    assert result.stdout.strip() == "", f"importing {package} imports {result.stdout.strip()}"
 
 
 # --- the door
@@ -160,8 +171,7 @@ def test_public_names_are_sorted_and_exist():
 
 @each(ENGINE_SOURCES)
 def test_examples_in_docstrings_are_true(path):
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    assert doctest.testmod(importlib.import_module(module)).failed == 0
+    assert doctest.testmod(importlib.import_module(module_of(path))).failed == 0
 
 
 def test_every_package_is_shipped():
@@ -184,7 +194,7 @@ def test_newest_version_is_found():
     assert newest_version("## 0.3.1\n\n### Added\n\n## 0.3.0\n") == "0.3.1"
 
 
-# --- the map: README's file tree
+# --- rooms
 
 
 @each(SOURCES)
@@ -193,113 +203,23 @@ def test_file_fits_in_a_head(path):
     assert num_lines <= MAX_LINES, f"{name_of(path)} has {num_lines} lines, at most {MAX_LINES}"
 
 
-def first_sentence(docstring: str) -> str:
-    """Up to the first full stop, exclamation or question mark that ends a word, on one line."""
-    text = " ".join(docstring.split())
-    match = re.match(r".*?[.!?](?=\s|$)", text)
-    return match.group() if match else text
+ROOMS = sorted({path.parent for path in SOURCES})
 
 
-def readme_tree(readme: str) -> dict[str, str]:
-    """Path of a file -> its line, from the fenced block under the heading `## The code`.
-
-    A line that ends in a slash opens a folder, whose lines are indented below it. A deeper line
-    that begins with neither a file nor a folder goes on with the text of the one before.
-    """
-    section = re.search(r"^## The code\s*$(.*?)(?=^## |\Z)", readme, re.MULTILINE | re.DOTALL)
-    block = section and re.search(r"^```\w*\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
-    assert block, "README has no fenced block under a heading '## The code'"
-    tree: dict[str, str] = {}
-    folders: list[tuple[int, str]] = []  # indent and name, outermost first
-    last = None
-    for line in block[1].splitlines():
-        if not line.strip():
-            continue
-        indent = len(line) - len(line.lstrip())
-        name, _, text = line.strip().partition(" ")
-        if name.endswith("/") or re.fullmatch(r"[\w./-]+\.\w+", name):
-            folders = [(depth, folder) for depth, folder in folders if depth < indent]
-            path = "".join(folder for _, folder in folders) + name
-            if name.endswith("/"):
-                folders.append((indent, name))
-                last = None
-            else:
-                assert path not in tree, f"README's tree has {path} twice"
-                tree[path] = text.strip()
-                last = path
-        elif last is not None:
-            tree[last] += " " + line.strip()
-    return tree
+@each(ROOMS)
+def test_room_is_small(path):
+    most = 10 if path.name in PACKAGES else MAX_FILES
+    files = [each.name for each in path.glob("*.py")]
+    assert len(files) <= most, f"{name_of(path)} has {len(files)} files, at most {most}"
 
 
-def test_readme_tree_is_the_code():
-    tree = readme_tree((ROOT / "README.md").read_text(encoding="utf-8"))
-    tree = {path: text for path, text in tree.items() if path.startswith(PACKAGES)}
-    sources = {name_of(path): path for path in SOURCES}
-    assert sorted(tree) == sorted(sources), "README's tree and the files differ"
-    docstrings = {
-        name: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        for name, path in sources.items()
-    }
-    assert tree == {name: first_sentence(text) for name, text in docstrings.items()}
-
-
-def test_readme_tree_is_read():
-    readme = textwrap.dedent(
-        """\
-        # Name
-
-        ```
-        rollout/
-          not_this.py      An earlier block.
-        ```
-
-        ## The code
-
-        Read it in this order.
-
-        ```text
-        rollout/
-          __init__.py      The door.
-          engine.py        The loop, and the engine's life: open,
-                           step, close.
-          kernels/
-            philox.py      Noise.
-
-          errors.py        Everything raised.
-        trainers/          the only folder that knows TRL
-          generator.py     TRL's seam.
-        examples/
-          README.md        How to run them.
-        ```
-
-        ## More
-
-        ```
-        rollout/
-          nor_this.py      A later block.
-        ```
-        """
-    )
-    assert readme_tree(readme) == {
-        "rollout/__init__.py": "The door.",
-        "rollout/engine.py": "The loop, and the engine's life: open, step, close.",
-        "rollout/kernels/philox.py": "Noise.",
-        "rollout/errors.py": "Everything raised.",
-        "trainers/generator.py": "TRL's seam.",
-        "examples/README.md": "How to run them.",
-    }
-    flat = "## The code\n```\nrollout/\n  kernels/philox.py  Noise.\n```\n"
-    assert readme_tree(flat) == {"rollout/kernels/philox.py": "Noise."}
-    with pytest.raises(AssertionError, match="no fenced block"):
-        readme_tree("# Name\n\n## The code\n\n## More\n\n```\nrollout/\n```\n")
-
-
-def test_first_sentence_is_found():
-    assert first_sentence("A file.py that\n  does this. And that.\n\nMore.") == (
-        "A file.py that does this."
-    )
-    assert first_sentence("No full stop") == "No full stop"
+@each([path for path in ROOMS if path.name not in PACKAGES])
+def test_room_says_what_it_is_for_and_exports_nothing(path):
+    body = ast.parse((path / "__init__.py").read_text(encoding="utf-8")).body
+    assert len(body) == 1
+    docstring = ast.get_docstring(ast.Module(body, []))
+    assert docstring
+    assert "\n" not in docstring
 
 
 @each([ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CHANGELOG.md"])

@@ -7,10 +7,10 @@ import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rollout.cost import Cost, contexts, peak_operations
-from rollout.twin import Twin
-from trainers import utilisation
-from trainers.utilisation import Utilisation
+from rollout.model.twin import Twin
+from rollout.telemetry.roofline import Cost, contexts, peak_operations
+from trainers.reporting import utilisation
+from trainers.reporting.utilisation import Utilisation
 
 
 def cost_of(model):

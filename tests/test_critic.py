@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 
 from rollout import UnsupportedTrainer
-from trainers.critic import Critic, CriticSettings, ValueBatch, value_losses
-from trainers.value_model import ValueModel
+from trainers.ppo.critic import Critic, CriticSettings, ValueBatch, value_losses
+from trainers.ppo.value_model import ValueModel
 
 PROMPT, TOKENS, ROWS = 4, 5, 6
 SETTINGS = CriticSettings(learning_rate=1e-3, micro_batch_rows=4)

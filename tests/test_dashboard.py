@@ -1,4 +1,4 @@
-"""`python -m trainers.dashboard`."""
+"""`python -m trainers.reporting.dashboard`."""
 
 import json
 import subprocess
@@ -10,16 +10,16 @@ from types import ModuleType
 import pytest
 
 from rollout import ConfigError
-from rollout.attribution import PARTS
-from trainers import dashboard
+from rollout.telemetry.time_shares import PARTS
+from trainers.reporting import dashboard
 
-SHIPPED = Path(dashboard.__file__).parent.parent / "examples" / "dashboard.json"
+SHIPPED = Path(dashboard.__file__).parents[2] / "examples" / "dashboard.json"
 
 
 def test_the_layout_is_written_without_wandb_or_torch(tmp_path):
     path = tmp_path / "panels.json"
     code = (
-        "import sys; from trainers.dashboard import main; "
+        "import sys; from trainers.reporting.dashboard import main; "
         f"main(['--json', {str(path)!r}]); print({{'wandb', 'torch', 'trl'}} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code]
@@ -48,7 +48,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
 
 
 def test_a_missing_folder_is_said_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "trainers.dashboard", "--json", tmp_path / "no/file"]
+    command = [sys.executable, "-m", "trainers.reporting.dashboard", "--json", tmp_path / "no/file"]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr == f"ConfigError: {tmp_path}/no/file: there is no folder {tmp_path}/no\n"

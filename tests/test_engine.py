@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-import rollout.worker
+import rollout.runner.worker
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 
 SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 11}
@@ -276,7 +276,7 @@ def test_a_failed_growth_leaves_no_pages_that_are_not_there(monkeypatch):
             patch.setattr(engine.worker.kv_cache, "grow", failing)
             with pytest.raises(MemoryError):
                 engine.generate([[9]] * 4, long)
-        monkeypatch.setattr(rollout.worker, "max_kv_bytes", lambda *_: 12 * page_bytes)
+        monkeypatch.setattr(rollout.runner.worker, "max_kv_bytes", lambda *_: 12 * page_bytes)
         assert [c.token_ids for c in engine.generate(prompts, sampling, seeds)] == wanted
 
 

@@ -19,13 +19,13 @@ from rollout import (
     SamplingParams,
     UnsupportedModel,
     UnsupportedTrainer,
-    difference,
 )
-from rollout.difference import differences
-from rollout.exact import make_exact, prepare_trainer
-from rollout.sampling import sample
-from rollout.trainer_attention import EXACT_ATTENTION
-from rollout.twin import Twin
+from rollout.exact.attention import EXACT_ATTENTION
+from rollout.exact.setup import batch_invariant_shapes, prepare_trainer
+from rollout.model.twin import Twin
+from rollout.runner.sampling import sample
+from rollout.tools import parity as difference
+from rollout.tools.parity import differences
 from trainers import generator
 
 EXACT = replace(trl_trainer.ENGINE, on_policy="exact")
@@ -153,17 +153,17 @@ def test_other_words_are_refused():
 
 def test_experts_in_float32_are_refused():
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.experts.*are experts in float32"):
-        make_exact(Twin(tiny.build("qwen3_moe")))
+        batch_invariant_shapes(Twin(tiny.build("qwen3_moe")).base)
 
 
 def test_a_router_whose_product_is_split_is_refused(monkeypatch):
     model = tiny.build("qwen3_moe").bfloat16()
-    make_exact(Twin(model))
+    batch_invariant_shapes(Twin(model).base)
     monkeypatch.setattr(
-        "rollout.exact._most_rows", lambda shape, *_: 600 if shape[0] == 4 else None
+        "rollout.exact.setup._most_rows", lambda shape, *_: 600 if shape[0] == 4 else None
     )
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate chooses among 4 experts"):
-        make_exact(Twin(model))
+        batch_invariant_shapes(Twin(model).base)
 
 
 def test_differences_are_found_where_they_begin():

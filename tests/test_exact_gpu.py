@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.exact import prepare_trainer
-from rollout.sampling import sample
+from rollout.exact.setup import prepare_trainer
+from rollout.runner.sampling import sample
 from rollout.support import base_of
-from rollout.workload import SHAPES, build_model
+from rollout.tools.workload import SHAPES, build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -15,12 +15,12 @@ from transformers import (
 )
 
 from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams
-from rollout.kernels.keep import keep
 from rollout.kernels.penalties import penalise
 from rollout.kernels.philox import gumbel
-from rollout.marks import HELD, ONCE, STOPS, SUPPRESSED
-from rollout.sampling import kept_mass, sample, sample_among
+from rollout.kernels.top_k_top_p import keep
+from rollout.runner.sampling import kept_mass, sample, sample_among
 from rollout.sampling_params import Draw
+from rollout.scheduler.token_flags import HELD, ONCE, STOPS, SUPPRESSED
 
 ROWS, VOCAB = 33, 200
 

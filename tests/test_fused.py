@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.fused import fuse, lay_together
-from rollout.narrow import NarrowLinear, make_narrow, make_plain
+from rollout.exact.linear import NarrowLinear, make_narrow, make_plain
+from rollout.model.projections import fuse, lay_together
 
 FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
 SIX = SamplingParams(max_new_tokens=6)
@@ -181,7 +181,7 @@ def test_a_trainers_narrow_layers_learn_alike_and_leave_no_trace_in_the_twin():
 def test_products_of_few_rows_are_ours_in_each_version_and_others_are_not(
     fused, adapters, monkeypatch
 ):
-    few_rows_triton = pytest.importorskip("rollout.kernels.few_rows_triton")
+    few_rows_triton = pytest.importorskip("rollout.kernels.skinny_linear_triton")
     rows, model = [], tiny.build("qwen2")
     if adapters:
         config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
@@ -191,8 +191,8 @@ def test_products_of_few_rows_are_ours_in_each_version_and_others_are_not(
         rows.append(states.numel() // states.shape[-1])
         return torch.nn.functional.linear(states, weight, bias)
 
-    for module in ("few_rows", "fused"):
-        monkeypatch.setattr(f"rollout.{module}.serves", lambda weight: True)
+    for module in ("linear", "projections"):
+        monkeypatch.setattr(f"rollout.model.{module}.serves", lambda weight: True)
     monkeypatch.setattr(few_rows_triton, "few_rows_product", product)
     with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
         tiny.assert_on_policy(engine, model)

@@ -14,13 +14,12 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from trl import GRPOConfig, GRPOTrainer
 
-import rollout.admission
+import rollout.scheduler.admission
 from rollout import OutOfMemory, RolloutConfig, RolloutEngine, SamplingParams
-from rollout.lane_table import LaneTable
+from rollout.runner.offload import Swap
+from rollout.runner.slots import IOSlot, Staged
 from rollout.sampling_params import Draw
-from rollout.slots import IOSlot
-from rollout.staging import Staged
-from rollout.swap import Swap
+from rollout.scheduler.lanes import LaneTable
 from trainers import RolloutGenerator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
@@ -486,7 +485,7 @@ def test_nothing_in_a_step_waits_but_the_one_event(family, adapters):
 
 def short_of_memory(monkeypatch, model, offload_bytes, pages=24, **changes):
     """An engine that lets rows in as if none were to grow, so that many give way."""
-    monkeypatch.setattr(rollout.admission, "expected_growth", lambda *_: 0)
+    monkeypatch.setattr(rollout.scheduler.admission, "expected_growth", lambda *_: 0)
     monkeypatch.setattr(LaneTable, "growth", lambda _: 0)
     with RolloutEngine(model, CONFIG) as engine:
         kv_bytes = (1 + pages) * engine.worker.kv_cache.layout.page_bytes

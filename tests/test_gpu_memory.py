@@ -13,11 +13,11 @@ import pytest
 import tiny
 import torch
 
-import rollout.memory
+import rollout.memory.arena
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.kv_cache import KVCache
-from rollout.memory import MappedArena, PlainArena
-from rollout.order import Lengths  # noqa: F401 -- for the script below
+from rollout.memory.arena import MappedArena, PlainArena
+from rollout.memory.kv_cache import KVCache
+from rollout.scheduler.waiting import Lengths  # noqa: F401 -- for the script below
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
 
@@ -356,8 +356,8 @@ def test_without_virtual_memory_rows_are_the_same_and_it_is_said_once(
 ):
     with RolloutEngine(on_gpu(), CONFIG, autocast_dtype=autocast) as engine:
         wanted = rows_of(engine.generate(*work()))
-    monkeypatch.setattr(rollout.memory, "why_no_virtual_memory", lambda device: "it is away")
-    rollout.memory._announce.cache_clear()
+    monkeypatch.setattr(rollout.memory.arena, "why_no_virtual_memory", lambda device: "it is away")
+    rollout.memory.arena._announce.cache_clear()
     with RolloutEngine(on_gpu(), CONFIG, autocast_dtype=autocast) as engine:
         assert all(isinstance(arena, PlainArena) for arena in engine.worker._arenas)
         for _ in range(3):
@@ -365,5 +365,5 @@ def test_without_virtual_memory_rows_are_the_same_and_it_is_said_once(
             assert rows_of(engine.generate(*work())) == wanted
             engine.sleep()
             assert engine.asleep
-    rollout.memory._announce.cache_clear()
+    rollout.memory.arena._announce.cache_clear()
     assert len([r for r in caplog.records if "no virtual memory" in r.message]) == 1

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.trace import tracing
-from rollout.workload import build_model
-from trainers.utilisation import Utilisation
+from rollout.tools.trace import tracing
+from rollout.tools.workload import build_model
+from trainers.reporting.utilisation import Utilisation
 
 pytestmark = pytest.mark.gpu
 

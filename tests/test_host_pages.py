@@ -7,8 +7,8 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from rollout.host_pages import NO_PAGE, HostPages
-from rollout.pages import PageAllocator
+from rollout.scheduler.host_pages import NO_PAGE, HostPages
+from rollout.scheduler.pages import PageAllocator
 
 many = settings(max_examples=5 * settings.default.max_examples)
 

@@ -10,24 +10,21 @@ from torch.nn.functional import linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.attention import PagedAttention
 from rollout.kernels import flash
-from rollout.kernels import keep as torch_keep
 from rollout.kernels import paged_attention as torch_attention
 from rollout.kernels import sample as torch_sample
-from rollout.kv_cache import KVCache, KVLayout
+from rollout.kernels import top_k_top_p as torch_keep
+from rollout.memory.kv_cache import KVCache, KVLayout
+from rollout.model.attention import PagedAttention
 
 pytest.importorskip("triton")
-from rollout.kernels import (
-    few_rows_triton,
-    gate_triton,
-    keep_triton,
-    norm_triton,
-    product_triton,
-    sample_triton,
-    store_kv_triton,
-)
+from rollout.kernels import batch_invariant_linear_triton as product_triton
 from rollout.kernels import paged_attention_triton as triton_attention
+from rollout.kernels import rms_norm_triton as norm_triton
+from rollout.kernels import sample_triton, store_kv_triton
+from rollout.kernels import silu_and_mul_triton as gate_triton
+from rollout.kernels import skinny_linear_triton as few_rows_triton
+from rollout.kernels import top_k_top_p_triton as keep_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -390,7 +387,7 @@ def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkey
 
     monkeypatch.setattr(PagedAttention, "store", store)
     monkeypatch.setattr(PagedAttention, "attend", attend)
-    monkeypatch.setattr("rollout.forward.sample", sample_triton.sample)
+    monkeypatch.setattr("rollout.runner.forward.sample", sample_triton.sample)
     model, prompts = tiny.build(family), [[9], [10, 11, 12, 13, 14, 15, 16, 17], [19, 20]]
     sampling = SamplingParams(max_new_tokens=3, temperature=0.0, eos_token_ids=(tiny.EOS,))
     config = RolloutConfig(max_rows=2, page_tokens=4, prefill_tokens=5)

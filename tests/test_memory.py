@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import rollout.driver
-import rollout.memory
+import rollout.memory.arena
+import rollout.memory.virtual_memory
 from rollout import RolloutConfig
-from rollout.driver import AddressRange, why_no_virtual_memory
-from rollout.kv_cache import KVCache, KVLayout
-from rollout.memory import MappedArena, PlainArena, make_room, max_kv_bytes, open_arena
+from rollout.memory.arena import MappedArena, PlainArena, make_room, max_kv_bytes, open_arena
+from rollout.memory.kv_cache import KVCache, KVLayout
+from rollout.memory.virtual_memory import AddressRange, why_no_virtual_memory
 
 GRANULE, CHUNK, TOTAL = 64, 256, 2048
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -115,8 +115,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(rollout.driver, "bindings", lambda: driver)
-    monkeypatch.setattr(rollout.driver, "_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(rollout.memory.virtual_memory, "bindings", lambda: driver)
+    monkeypatch.setattr(rollout.memory.virtual_memory, "_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver.free, TOTAL))
     properties = SimpleNamespace(total_memory=TOTAL - 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -125,9 +125,9 @@ def driver(monkeypatch):
         assert address in driver.mapped, "torch does not know an address that is not mapped"
         return torch.frombuffer(driver.reserved[address], dtype=torch.uint8)
 
-    monkeypatch.setattr(rollout.memory, "_tensor_at", tensor_at)
+    monkeypatch.setattr(rollout.memory.arena, "_tensor_at", tensor_at)
     why_no_virtual_memory.cache_clear()
-    rollout.memory._announce.cache_clear()
+    rollout.memory.arena._announce.cache_clear()
     yield driver
     why_no_virtual_memory.cache_clear()
 
@@ -244,7 +244,7 @@ def test_a_failed_growth_changes_nothing(driver, monkeypatch, where):
     driver.failing, error = where, RuntimeError
     if where == "cuMemCreate":
         # Something else takes what was free a moment ago.
-        monkeypatch.setattr(rollout.memory, "make_room", lambda *_: 0)
+        monkeypatch.setattr(rollout.memory.arena, "make_room", lambda *_: 0)
         before, driver.free, error = (before[0], 500), 500, torch.OutOfMemoryError
     with pytest.raises(error, match=where):
         arena.grow(1500)
@@ -305,7 +305,7 @@ def test_the_best_arena_that_there_is(driver, monkeypatch, caplog):
     assert isinstance(open_arena(GPU, lambda: None), MappedArena)
     why_no_virtual_memory.cache_clear()
     driver.supported = 0
-    monkeypatch.setattr(rollout.memory, "PlainArena", lambda device: ("plain", device))
+    monkeypatch.setattr(rollout.memory.arena, "PlainArena", lambda device: ("plain", device))
     for _ in range(2):
         assert open_arena(GPU, lambda: None) == ("plain", GPU)
     (record,) = caplog.records
@@ -318,7 +318,7 @@ def test_a_missing_package_and_a_missing_driver_are_named(monkeypatch):
         raise ImportError("No module named 'cuda'")
 
     why_no_virtual_memory.cache_clear()
-    monkeypatch.setattr(rollout.driver, "bindings", no_package)
+    monkeypatch.setattr(rollout.memory.virtual_memory, "bindings", no_package)
     assert why_no_virtual_memory(GPU) == "No module named 'cuda'; pip install cuda-bindings"
     why_no_virtual_memory.cache_clear()
 
@@ -327,6 +327,6 @@ def test_a_missing_package_and_a_missing_driver_are_named(monkeypatch):
 
     driver = Driver()
     driver.cuInit = no_driver
-    monkeypatch.setattr(rollout.driver, "bindings", lambda: driver)
+    monkeypatch.setattr(rollout.memory.virtual_memory, "bindings", lambda: driver)
     assert why_no_virtual_memory(GPU) == "cuda was not found"
     why_no_virtual_memory.cache_clear()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollout.config import RolloutConfig
-from rollout.memory_plan import MemoryPlan, kv_limit
+from rollout.memory.plan import MemoryPlan, kv_limit
 
 GIB = 2**30
 SIZES = st.integers(0, 2**40)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import trl_trainer
 
-from rollout.attribution import PARTS
-from rollout.telemetry import RolloutStats
-from trainers.metrics import gap_metrics, rollout_metrics, summary, time_metrics
-from trainers.steps import StepClock
+from rollout.telemetry.stats import RolloutStats
+from rollout.telemetry.time_shares import PARTS
+from trainers.reporting.metrics import gap_metrics, rollout_metrics, summary, time_metrics
+from trainers.reporting.step_timer import StepClock
 
 RAW = "sampling/raw_importance_sampling_ratio"
 

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulation import make_request
 
-from rollout import lane_table
 from rollout.config import RolloutConfig
-from rollout.lane_table import UNKNOWN_PART
-from rollout.order import Lengths, WaitingLine
-from rollout.row import Row
-from rollout.scheduler import Scheduler
+from rollout.scheduler import lanes as lane_table
+from rollout.scheduler.lanes import UNKNOWN_PART
+from rollout.scheduler.row import Row
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.waiting import Lengths, WaitingLine
 
 
 def rows_of(*groups, first=0):

@@ -11,14 +11,14 @@ import pytest
 import tiny
 import torch
 
-import rollout.staging
-import rollout.streams
+import rollout.runner.slots
+import rollout.runner.streams
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.forward import Forward, Lanes
-from rollout.kv_cache import KVCache
-from rollout.lane_table import LaneTable
-from rollout.pages import TRASH_PAGE
-from rollout.twin import Twin
+from rollout.memory.kv_cache import KVCache
+from rollout.model.twin import Twin
+from rollout.runner.forward import Forward, Lanes
+from rollout.scheduler.lanes import LaneTable
+from rollout.scheduler.pages import TRASH_PAGE
 
 STREAMS = ["h2d", "compute", "d2h", "swap"]
 SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9}
@@ -109,7 +109,9 @@ def recorded(monkeypatch):
     """A two-slot engine with its recorder; copies and kernels are logged with their stream."""
     recorder = Recorder()
     monkeypatch.setattr(torch, "get_device_module", lambda device: recorder)
-    monkeypatch.setattr(rollout.streams, "_streams", rollout.streams._streams.__wrapped__)
+    monkeypatch.setattr(
+        rollout.runner.streams, "_streams", rollout.runner.streams._streams.__wrapped__
+    )
 
     def logged(owner, name, what):
         call = getattr(owner, name)
@@ -120,7 +122,7 @@ def recorded(monkeypatch):
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    logged(rollout.staging.Staged, "upload", "copy in")
+    logged(rollout.runner.slots.Staged, "upload", "copy in")
     logged(KVCache, "grow", "KV")
     logged(KVCache, "page", "page")
     logged(Twin, "refresh", "weights")

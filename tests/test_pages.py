@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.pages import TRASH_PAGE, PageAllocator, pages_for
+from rollout.scheduler.pages import TRASH_PAGE, PageAllocator, pages_for
 
 many = settings(max_examples=5 * settings.default.max_examples)
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-import rollout.scheduler
+import rollout.scheduler.scheduler
 from rollout import (
     ConfigError,
     EngineBusy,
@@ -19,8 +19,8 @@ from rollout import (
     RolloutEngine,
     SamplingParams,
 )
-from rollout.admission import Admitter
-from rollout.host_pages import HostPages
+from rollout.scheduler.admission import Admitter
+from rollout.scheduler.host_pages import HostPages
 
 PAGE = 4
 SMALL = {"max_rows": 4, "page_tokens": PAGE, "prefill_tokens": 9}
@@ -302,7 +302,9 @@ def test_an_interrupt_while_a_stream_is_closed_leaves_an_idle_engine(monkeypatch
     with engine_for(tiny.build()) as engine:
         stream = engine.stream(*work())
         next(stream)
-        monkeypatch.setattr(rollout.scheduler, part.__name__, fakes.interrupted_once(part))
+        monkeypatch.setattr(
+            rollout.scheduler.scheduler, part.__name__, fakes.interrupted_once(part)
+        )
         with pytest.raises(KeyboardInterrupt):
             stream.close()
         assert not engine.busy

@@ -19,15 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.device_stats import NoMeter
-from rollout.doctor import copy_bandwidth
-from rollout.engine_run import engine_run
-from rollout.kernel_share import kernel_events, kernel_share, kernels
-from rollout.stamps import Stamps
-from rollout.timeline import Interval, Timeline
-from rollout.trace import tracing
-from rollout.trainer_attention import EXACT_ATTENTION, exact_attention
-from rollout.workload import SHAPES, Workload, build_model
+from rollout.exact.attention import EXACT_ATTENTION, exact_attention
+from rollout.telemetry.device_time import Stamps
+from rollout.telemetry.gpu_counters import NoMeter
+from rollout.telemetry.timeline import Interval, Timeline
+from rollout.tools.doctor import copy_bandwidth
+from rollout.tools.engine_run import engine_run, kernel_events, kernel_share, kernels
+from rollout.tools.trace import tracing
+from rollout.tools.workload import SHAPES, Workload, build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.perf, pytest.mark.slow]
 

@@ -25,7 +25,7 @@ from trainers import (
     RolloutPPOParser,
     RolloutPPOTrainer,
 )
-from trainers.ppo_config import RENAMED
+from trainers.ppo.config import RENAMED
 
 
 class Constant(torch.nn.Module):

@@ -13,9 +13,11 @@ import test_ppo
 import torch
 import trl_trainer
 
-from rollout.twin import Twin
-from trainers import PPOTrainer, advantages, generator, ppo
-from trainers.critic import Critic
+from rollout.model.twin import Twin
+from trainers import PPOTrainer, generator
+from trainers.ppo import advantages
+from trainers.ppo import trainer as ppo
+from trainers.ppo.critic import Critic
 
 LARGEST_GAP = 1e-4
 NOT_CLOSE = "Tensor-likes are not close"

@@ -6,7 +6,7 @@ import torch
 import trl_trainer
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.twin import Twin
+from rollout.model.twin import Twin
 
 KINDS = {
     "float32": (torch.float32, {}, 1e-5),

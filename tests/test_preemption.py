@@ -20,11 +20,11 @@ from simulation import (
     version_steps,
 )
 
-import rollout.admission
+import rollout.scheduler.admission
 from rollout.config import RolloutConfig
-from rollout.lane_table import LaneTable, expected_growth
-from rollout.pages import pages_for
-from rollout.scheduler import Scheduler
+from rollout.scheduler.lanes import LaneTable, expected_growth
+from rollout.scheduler.pages import pages_for
+from rollout.scheduler.scheduler import Scheduler
 
 
 @st.composite
@@ -156,7 +156,7 @@ def few_rows(number: int) -> Workload:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_few_rows_come_back_whatever_ends_in_that_step(monkeypatch, depth):
     """They are let in as if none were to grow."""
-    monkeypatch.setattr(rollout.admission, "expected_growth", lambda *_: 0)
+    monkeypatch.setattr(rollout.scheduler.admission, "expected_growth", lambda *_: 0)
     monkeypatch.setattr(LaneTable, "growth", lambda _: 0)
     for number in range(300):
         work = few_rows(number)

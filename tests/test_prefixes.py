@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.prefixes import PrefixIndex, page_keys
+from rollout.scheduler.pages import PrefixIndex, page_keys
 
 tokens = st.lists(st.integers(0, 3), max_size=24)
 

@@ -10,9 +10,9 @@ import pytest
 import tiny
 import trl_trainer
 
-import trainers.progress
+import trainers.reporting.progress
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from trainers.progress import progress, shows_progress
+from trainers.reporting.progress import progress, shows_progress
 
 
 class Terminal:
@@ -56,7 +56,7 @@ def test_it_is_shown_where_somebody_looks(
 def test_it_is_drawn_now_and_then_and_in_the_end(monkeypatch, period_s, num_shown):
     screen = Terminal(True)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(trainers.progress, "_PERIOD_S", period_s)
+    monkeypatch.setattr(trainers.reporting.progress, "_PERIOD_S", period_s)
     with RolloutEngine(tiny.build(), RolloutConfig(max_rows=4, page_tokens=4)) as engine:
         sampling = [SamplingParams(max_new_tokens=37 + i) for i in range(4)]
         with progress(engine, 4, 40):
@@ -92,7 +92,7 @@ def test_the_bar_says_what_the_engine_does(monkeypatch):
 def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
     screen = Terminal(True)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(trainers.progress, "_PERIOD_S", 0)
+    monkeypatch.setattr(trainers.reporting.progress, "_PERIOD_S", 0)
     sampling = [SamplingParams(max_new_tokens=5 + 4 * i) for i in range(6)]
     with RolloutEngine(tiny.build(), RolloutConfig(max_rows=3, page_tokens=4)) as engine:
         with progress(engine, 6, 25):
@@ -125,7 +125,7 @@ def test_a_healthy_training_says_one_line_a_rollout_and_warns_of_nothing(tmp_pat
         trainer.train()
     ours = [r for r in caplog.records if r.name.split(".")[0] in ("rollout", "trainers")]
     assert not [record for record in ours if record.levelno >= logging.WARNING]
-    lines = [record.getMessage() for record in ours if record.name == "trainers.watch"]
+    lines = [record.getMessage() for record in ours if record.name == "trainers.reporting.reporter"]
     assert len(lines) == 2
     for version, line in enumerate(lines, start=1):
         assert line.startswith(f"rollout of 8 rows under policy version {version}: ")
@@ -141,4 +141,4 @@ def test_other_ranks_say_nothing(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         trainer._generate(["xyz"] * 4)
     generator.detach()
-    assert not [record for record in caplog.records if record.name == "trainers.watch"]
+    assert not [record for record in caplog.records if record.name == "trainers.reporting.reporter"]

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
-from rollout.exact import prepare_trainer
+from rollout.exact.setup import prepare_trainer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from two_ranks import LEARN, TRAIN, TRAININGS, check_learning, check_training, on_two_ranks
 
-from trainers.ranks import Group, deal
+from trainers.adapter.ranks import Group, deal
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed"
@@ -15,9 +15,9 @@ needs_deepspeed = pytest.mark.skipif(
 
 BALANCE = """
 from accelerate import PartialState
-from rollout.order import Lengths, digest
+from rollout.scheduler.waiting import Lengths, digest
 from rollout.request import Completion, FinishReason
-from trainers.ranks import RowBalance
+from trainers.adapter.ranks import RowBalance
 state = PartialState(cpu=True)
 rank, lengths = state.process_index, Lengths()
 # Each has three groups of four rows; rank 0 those that are long.

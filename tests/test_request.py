@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from rollout.errors import RequestError, RolloutError
-from rollout.marks import HELD, ONCE, STOPS, SUPPRESSED, marks_of
-from rollout.request import Admission, Batch, FinishReason, Request
+from rollout.request import FinishReason, Request
 from rollout.sampling_params import SETTINGS, Draw, SamplingParams
+from rollout.scheduler.batch import Admission, Batch
+from rollout.scheduler.token_flags import HELD, ONCE, STOPS, SUPPRESSED, marks_of
 
 NAN = float("nan")
 

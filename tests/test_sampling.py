@@ -7,7 +7,7 @@ import torch
 from torch.distributions import Categorical
 
 from rollout.kernels.philox import gumbel, log, philox
-from rollout.sampling import sample
+from rollout.runner.sampling import sample
 
 
 # Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, words.

@@ -23,12 +23,13 @@ from simulation import (
     workloads,
 )
 
-from rollout.admission import Admitter
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
-from rollout.order import digest
-from rollout.request import Batch, Request
-from rollout.scheduler import Scheduler
+from rollout.request import Request
+from rollout.scheduler.admission import Admitter
+from rollout.scheduler.batch import Batch
+from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.waiting import digest
 from rollout.stop_strings import StopStrings
 
 # --- rows

@@ -8,7 +8,7 @@ import trl_trainer
 from trl import RLOOTrainer, SFTConfig, SFTTrainer
 
 from rollout import UnsupportedTrainer
-from trainers.seams import SEAMS, find_seam, settings_of
+from trainers.adapter.seams import SEAMS, find_seam, settings_of
 
 KINDS = tuple(trl_family.HOMES)
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
-from rollout.held import held_weights
-from rollout.twin import Twin
+from rollout.model.twin import Twin
+from rollout.model.weights import held_weights
 
 CONFIG = RolloutConfig(max_rows=4, page_tokens=4, prefill_tokens=20)
 SAMPLING = SamplingParams(max_new_tokens=6)

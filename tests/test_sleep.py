@@ -10,8 +10,8 @@ import pytest
 import tiny
 import torch
 
-import rollout.scheduler
-import rollout.worker
+import rollout.runner.worker
+import rollout.scheduler.scheduler
 from rollout import (
     EngineBusy,
     EngineClosed,
@@ -20,9 +20,9 @@ from rollout import (
     RolloutEngine,
     SamplingParams,
 )
-from rollout.admission import Admitter
-from rollout.host_pages import HostPages
-from rollout.kv_cache import KVCache
+from rollout.memory.kv_cache import KVCache
+from rollout.scheduler.admission import Admitter
+from rollout.scheduler.host_pages import HostPages
 
 pytestmark = pytest.mark.usefixtures("no_memory_of_lengths")
 
@@ -122,7 +122,9 @@ def test_rows_are_not_put_to_sleep():
 def test_an_interrupt_on_the_way_to_sleep_leaves_a_usable_engine(monkeypatch, part):
     with RolloutEngine(tiny.build(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
-        monkeypatch.setattr(rollout.scheduler, part.__name__, fakes.interrupted_once(part))
+        monkeypatch.setattr(
+            rollout.scheduler.scheduler, part.__name__, fakes.interrupted_once(part)
+        )
         with pytest.raises(KeyboardInterrupt):
             engine.sleep()
         assert rows_of(engine.generate(*work())) == wanted
@@ -161,7 +163,7 @@ def test_a_wake_that_finds_no_memory_says_so_and_can_be_tried_again(monkeypatch)
 
 def test_pages_leave_room_for_the_cast_weights_that_come_back_before_them(monkeypatch):
     asked = []
-    monkeypatch.setattr(rollout.worker, "max_kv_bytes", lambda *args: asked.append(args[2]))
+    monkeypatch.setattr(rollout.runner.worker, "max_kv_bytes", lambda *args: asked.append(args[2]))
     with RolloutEngine(tiny.build(), CONFIG, autocast_dtype=torch.bfloat16) as engine:
         engine.generate(*work())
         pages, cast = held(engine)
@@ -231,7 +233,7 @@ def test_what_new_pages_hold_has_no_influence(monkeypatch):
 
 
 def test_the_plan_is_logged_once_before_the_first_batch(caplog):
-    with caplog.at_level(logging.INFO, logger="rollout.life"):
+    with caplog.at_level(logging.INFO, logger="rollout.engine"):
         with RolloutEngine(tiny.build(), CONFIG, autocast_dtype=torch.bfloat16) as engine:
             caplog.clear()
             engine.submit([9, 10], FIVE)

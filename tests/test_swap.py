@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rollout.admission
+import rollout.scheduler.admission
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.lane_table import LaneTable
-from rollout.swap import _chunk_sizes
+from rollout.runner.offload import _chunk_sizes
+from rollout.scheduler.lanes import LaneTable
 
 PAGE = 4
 PLENTY = 1 << 30
@@ -19,7 +19,7 @@ PLENTY = 1 << 30
 @pytest.fixture(autouse=True)
 def _no_foresight(monkeypatch):
     """Rows are let in as if none were to grow, so that many give way."""
-    monkeypatch.setattr(rollout.admission, "expected_growth", lambda *_: 0)
+    monkeypatch.setattr(rollout.scheduler.admission, "expected_growth", lambda *_: 0)
     monkeypatch.setattr(LaneTable, "growth", lambda _: 0)
 
 

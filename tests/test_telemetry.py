@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rollout.telemetry import RolloutStats
+from rollout.telemetry.stats import RolloutStats
 
 
 @pytest.fixture

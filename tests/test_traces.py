@@ -12,10 +12,11 @@ import wandb
 from matplotlib.colors import to_hex
 from trl import TrlParser
 
-from rollout import ConfigError, RolloutConfig, RolloutEngine, SamplingParams, timeline
-from rollout.trace import tracing
-from trainers import pictures, traces
-from trainers.pictures import draw_lengths, draw_progress
+from rollout import ConfigError, RolloutConfig, RolloutEngine, SamplingParams
+from rollout.telemetry import timeline
+from rollout.tools.trace import tracing
+from trainers.reporting import traces
+from trainers.reporting.traces import draw_lengths, draw_progress
 
 PNG = b"\x89PNG"
 
@@ -139,7 +140,7 @@ def test_one_batch_and_one_completion_are_drawn_too(tmp_path):
 def figures(monkeypatch):
     """What is drawn, instead of files."""
     drawn = []
-    monkeypatch.setattr(pictures, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(traces, "_save", lambda figure, path: drawn.append(figure))
     return drawn
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import AttentionInterface
 
 from rollout.errors import UnsupportedModel
-from rollout.trainer_attention import EXACT_ATTENTION, exact_attention, exact_attention_forward
+from rollout.exact.attention import EXACT_ATTENTION, exact_attention, exact_attention_forward
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 HOW = [(None, None, False), (3, None, True), (None, 1.5, False), (1, None, False), (4, 2.0, True)]

@@ -22,9 +22,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from rollout import ConfigError, EngineClosed, RolloutEngine, RolloutError, UnsupportedTrainer
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
-from trainers.opening import _place
-from trainers.sampling import refused_settings, row_sampling
-from trainers.support import check_trainer, check_trl
+from trainers.adapter.engine import _place
+from trainers.adapter.sampling import refused_settings, row_sampling
+from trainers.adapter.support import check_trainer, check_trl
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_values_of_no_effect_ask_for_nothing(tmp_path):
 def test_the_models_generation_config_never_wins_and_settings_are_logged_once(tmp_path, caplog):
     model = tiny.build()
     model.generation_config.update(do_sample=True, temperature=0.1, top_k=2, top_p=0.2, min_p=0.3)
-    with caplog.at_level(logging.INFO, "trainers.sampling"):
+    with caplog.at_level(logging.INFO, "trainers.adapter.sampling"):
         for _ in range(2):  # each trainer has its line, though it is the same
             caplog.clear()
             trainer = trl_trainer.build(tmp_path, model, temperature=0.9, top_k=11)
@@ -166,7 +166,7 @@ def test_the_models_generation_config_never_wins_and_settings_are_logged_once(tm
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.9, 11, 1.0)
     assert sampling.min_p == 0
     trainer.temperature = 0.5
-    with caplog.at_level(logging.INFO, "trainers.sampling"):
+    with caplog.at_level(logging.INFO, "trainers.adapter.sampling"):
         generator.generate([[9]], None, 1)
     assert "temperature=0.5" in caplog.messages[-1]
 
@@ -242,7 +242,7 @@ def test_vespo_with_a_token_level_correction_or_none_is_fine(tmp_path, changes):
 def test_a_temperature_that_the_loss_does_not_follow_is_warned_of(tmp_path, caplog, kind):
     trainer = trl_family.build(kind, tmp_path, temperature=0.9)
     generator = trl_trainer.attach(trainer)
-    with caplog.at_level(logging.WARNING, "trainers.sampling"):
+    with caplog.at_level(logging.WARNING, "trainers.adapter.sampling"):
         for temperature, expected in ((0.9, 0), (0.5, 1), (0.5, 1), (0.9, 1), (0.4, 2)):
             trainer.temperature = temperature
             generator.generate([[9]], None, 1)

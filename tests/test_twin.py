@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
-from rollout.twin import Twin
+from rollout.model.twin import Twin
 
 SMALL = RolloutConfig(max_rows=4, page_tokens=4)
 SIX = SamplingParams(max_new_tokens=6)

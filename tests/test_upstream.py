@@ -25,8 +25,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rollout.attention import _HARMLESS
-from trainers.seams import SEAMS
+from rollout.model.attention import _HARMLESS
+from trainers.adapter.seams import SEAMS
 
 SEAM = ("prompts", "images", "num_generations", "profiler")
 each_kind = pytest.mark.parametrize("kind", tuple(trl_family.HOMES))
@@ -226,7 +226,7 @@ def test_a_mask_function_is_asked_by_the_attentions_name():
 
 
 def test_our_attentions_are_in_the_registry():
-    import rollout.trainer_attention  # noqa: F401
+    import rollout.exact.attention  # noqa: F401
 
     assert {"twinslot_paged", "twinslot_exact"} <= set(ALL_ATTENTION_FUNCTIONS.keys())
 

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from rollout import UnsupportedTrainer
-from trainers.critic import Critic, CriticSettings
-from trainers.value_model import VALUE_MODELS, PolicyHead, ValueModel
+from trainers.ppo.critic import Critic, CriticSettings
+from trainers.ppo.value_model import VALUE_MODELS, PolicyHead, ValueModel
 
 LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 DROPS = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)

@@ -13,8 +13,8 @@ import trl_trainer
 import wandb
 import wandb_file
 
-from rollout.attribution import PARTS
-from trainers.dashboard import PICTURES, SECTIONS
+from rollout.telemetry.time_shares import PARTS
+from trainers.reporting.dashboard import PICTURES, SECTIONS
 
 GPU_ALONE = {"gpu_busy", "mbu", "mfu", "gpu_sm_active", "gpu_tensor_active", "gpu_dram_active"}
 GPU_ALONE |= {"gpu_nvml_utilization"}

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
 from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams
-from rollout.filters import Filters
 from rollout.kernels.philox import gumbel
 from rollout.kernels.words import bar_words, push
 from rollout.request import Request
+from rollout.runner.sampling import Filters
 from rollout.sampling_params import Draw
-from rollout.words import NO_TOKEN, lines_of, table_shape
+from rollout.scheduler.words import NO_TOKEN, lines_of, table_shape
 
 SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9}
 VOCAB = 5  # so few that words are completed often

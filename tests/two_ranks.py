@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from peft import LoraConfig
 torch.set_num_threads(1)
-import rollout.shadow, run_length, trainers.ranks, trl_trainer
+import rollout.model.weights, run_length, trainers.adapter.ranks, trl_trainer
 from accelerate.utils import gather_object
-from rollout.sharded import whole
-from trainers.metrics import gap_metrics
+from rollout.model.weights import whole
+from trainers.reporting.metrics import gap_metrics
 
 def digest(model):
     \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
@@ -88,18 +88,18 @@ try:  # before weights are gathered
 except Exception as error:
     found["early"] = f"{type(error).__name__}: {error}"
 vars(generator.engine).pop("_limits", None)
-whole, calls = rollout.shadow.whole, []
+whole, calls = rollout.model.weights.whole, []
 def failing(*parameter):
     calls.append(parameter)
     if rank == 1 and len(calls) == 5:
         raise RuntimeError("no room for it")
     return whole(*parameter)
-rollout.shadow.whole = failing
+rollout.model.weights.whole = failing
 try:  # while they are
     generator.generate([[9]], None, 1)
 except Exception as error:
     found["amid"] = f"{type(error).__name__}: {error}"
-rollout.shadow.whole = whole
+rollout.model.weights.whole = whole
 # Before a rollout, after it, as its completions come back, and as its memory is given back.
 def broken(*args, **kwargs):
     raise MemoryError("on this rank alone")
@@ -114,7 +114,7 @@ def told():
 generates, gathers, exchanges = (lambda: generator.generate([[9]], None, 1)[1]), gather_object, []
 places = {"prompts": None, "rolled_out": generator._watch, "_sleep": generator}
 if "balanced" in kind:
-    places["gather_object"] = trainers.ranks
+    places["gather_object"] = trainers.adapter.ranks
 found["late"] = {}
 for place, owner in places.items():
     whole = getattr(owner, place, None)

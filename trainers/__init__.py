@@ -12,8 +12,8 @@ from trainers.arguments import add_help
 if TYPE_CHECKING:
     from trainers.generator import RolloutGenerator
     from trainers.grpo import RolloutGRPOTrainer
-    from trainers.ppo import PPOTrainer, RolloutPPOTrainer
-    from trainers.ppo_config import RolloutPPOConfig, RolloutPPOParser
+    from trainers.ppo.config import RolloutPPOConfig, RolloutPPOParser
+    from trainers.ppo.trainer import PPOTrainer, RolloutPPOTrainer
 
 __all__ = [
     "PPOTrainer",
@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PPOTrainer": "ppo",
+    "PPOTrainer": "ppo.trainer",
     "RolloutGRPOTrainer": "grpo",
     "RolloutGenerator": "generator",
-    "RolloutPPOConfig": "ppo_config",
-    "RolloutPPOParser": "ppo_config",
-    "RolloutPPOTrainer": "ppo",
+    "RolloutPPOConfig": "ppo.config",
+    "RolloutPPOParser": "ppo.config",
+    "RolloutPPOTrainer": "ppo.trainer",
 }
 
 add_help(RolloutConfig)

@@ -13,16 +13,16 @@ from typing import Any, Self
 
 from rollout.config import RolloutConfig
 from rollout.errors import ConfigError, UnsupportedTrainer
-from rollout.exact import prepare_trainer
+from rollout.exact.setup import prepare_trainer
 from rollout.request import Completion
 from rollout.sampling_params import SamplingParams
-from trainers.metrics import gap_metrics, log_metrics
-from trainers.opening import open_engine
-from trainers.ranks import Meeting, RowBalance, agree
-from trainers.row_seeds import RowSeeds
-from trainers.sampling import announce, loss_temperature, row_sampling
-from trainers.seams import find_seam, settings_of
-from trainers.watch import Watch
+from trainers.adapter.engine import open_engine
+from trainers.adapter.ranks import Meeting, RowBalance, agree
+from trainers.adapter.row_seeds import RowSeeds
+from trainers.adapter.sampling import announce, loss_temperature, row_sampling
+from trainers.adapter.seams import find_seam, settings_of
+from trainers.reporting.metrics import gap_metrics, log_metrics
+from trainers.reporting.reporter import Watch
 
 logger = logging.getLogger(__name__)
 

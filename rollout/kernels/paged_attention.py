@@ -7,6 +7,9 @@ K key/value heads, D head size, P pages, S tokens a page.
 import torch
 from torch import Tensor
 
+SPLIT_TOKENS = 2048
+"""Tokens of a row's context that one decode program attends over."""
+
 
 def store_kv(
     keys_TKD: Tensor,

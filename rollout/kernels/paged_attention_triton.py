@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels import SPLIT_TOKENS
-from rollout.kernels.early_triton import early, follow
-from rollout.kernels.inner_triton import LOG2E, add_sink, attend_split, fold
+from rollout.kernels.attention_core_triton import LOG2E, add_sink, attend_split, fold
+from rollout.kernels.paged_attention import SPLIT_TOKENS
+from rollout.kernels.pdl_triton import early, follow
 
 # Fastest of those tried on an H200; see examples/README.md.
 _QUERY_BLOCK = 64

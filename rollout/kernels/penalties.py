@@ -6,7 +6,7 @@ Shape letters: R rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from rollout.marks import HELD, ONCE, STOPS, SUPPRESSED
+from rollout.scheduler.token_flags import HELD, ONCE, STOPS, SUPPRESSED
 
 
 def penalise(logits_RV: Tensor, marks_RV: Tensor, penalties_R3: Tensor, early_R: Tensor) -> Tensor:
@@ -14,7 +14,7 @@ def penalise(logits_RV: Tensor, marks_RV: Tensor, penalties_R3: Tensor, early_R:
 
     Args:
         logits_RV: float32.
-        marks_RV: int32, as `rollout.marks` has them.
+        marks_RV: int32, as `rollout.scheduler.token_flags` has them.
         penalties_R3: float32. The first divides positive logits of tokens that the row holds, and
             multiplies negative ones; the second is taken off those of generated tokens; and so is
             the third, for each time that they were.

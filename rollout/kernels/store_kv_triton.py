@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.early_triton import early, follow
+from rollout.kernels.pdl_triton import early, follow
 
 
 @triton.jit

@@ -6,7 +6,7 @@ Shape letters: R rows, V vocabulary, N lines of a row's table, W tokens of its l
 import torch
 from torch import Tensor
 
-from rollout.words import NO_TOKEN
+from rollout.scheduler.words import NO_TOKEN
 
 
 def bar_words(logits_RV: Tensor, tables_RNW: Tensor) -> Tensor:
@@ -14,7 +14,7 @@ def bar_words(logits_RV: Tensor, tables_RNW: Tensor) -> Tensor:
 
     Args:
         logits_RV: float32.
-        tables_RNW: Whole numbers, as `rollout.words` has them.
+        tables_RNW: Whole numbers, as `rollout.scheduler.words` has them.
 
     Returns:
         float32, `(R, V)`; the same bits where no word is about to be completed.

@@ -1,0 +1,1 @@
+"""What `on_policy='exact'` changes, in the twin and in the trainer's model."""

@@ -1,0 +1,181 @@
+"""What a compiler leaves to kernels that round as torch's do, so that layers give its bits.
+
+A compiler adds up in another order than torch's reductions, and computes activations by other
+formulas. Norms and gated activations, of which a decoder layer has a handful, are kernels of ours
+where those are seen to give torch's bits, and torch's own elsewhere. Everything else is rounded one
+operation at a time, as torch does it.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.nn.functional import silu
+
+from rollout.exact.ops import activation, activations, rms_norm, silu_gate
+
+_aten, _ours = torch.ops.aten, torch.ops.twinslot
+_CHECKED_ROWS = (32, 2048)
+
+
+class _Leave(CustomGraphPass):
+    """Leaves means to torch's kernel; joins our kernels with the sums and products beside them."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target is _aten.mean.dim:
+                node.target = _ours.mean.default
+            elif node.target is _ours.rms_norm.default:
+                _join_sum(graph, node)
+            elif node.target is _aten.mul.Tensor:
+                _join_gate(graph, node)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+options: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "triton.enable_pdl": True,
+    "post_grad_custom_pre_pass": _Leave(),
+}
+
+
+def _join_sum(graph: Graph, norm: Node) -> None:
+    """One kernel for a residual sum and the norm of it."""
+    total, weight, eps = norm.args
+    if not isinstance(total, Node) or total.target is not _aten.add.Tensor or total.kwargs:
+        return
+    if not all(isinstance(x, Node) for x in total.args) or weight.op != "placeholder":  # type: ignore[union-attr]
+        return
+    values = [x.meta["val"] for x in total.args]  # type: ignore[union-attr]
+    if values[0].shape != values[1].shape or values[0].stride() != values[1].stride():
+        return
+    with graph.inserting_before(total):
+        arguments = (*total.args, weight, eps)
+        both = graph.call_function(_ours.add_rms_norm.default, arguments)
+        both.meta["val"] = (total.meta["val"], norm.meta["val"])
+        for index, node in enumerate((total, norm)):
+            part = graph.call_function(getitem, (both, index))
+            part.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(part)
+    graph.erase_node(norm)
+    graph.erase_node(total)
+
+
+def _join_gate(graph: Graph, product: Node) -> None:
+    """One kernel for SiLU and what it gates."""
+    gate, up = product.args
+    if not isinstance(gate, Node) or not isinstance(up, Node) or len(gate.users) > 1:
+        return
+    if gate.target is not _ours.activation.default:
+        return
+    values = [gate.meta["val"], up.meta["val"]]
+    if gate.args[1] not in _gates or values[0].shape != values[1].shape:
+        return
+    with graph.inserting_before(product):
+        arguments = (gate.args[0], up)
+        node = graph.call_function(_ours.silu_gate.default, arguments)
+        node.meta["val"] = product.meta["val"]
+    product.replace_all_uses_with(node)
+    graph.erase_node(product)
+    graph.erase_node(gate)
+
+
+class _Left(nn.Module):
+    """An activation that no compiler looks into."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, states: Tensor) -> Tensor:
+        """What the activation itself would return."""
+        return activation(states, self.index)
+
+
+# Activations that a kernel of ours computes together with what they gate.
+_gates: set[int] = set()
+
+
+def leave_to_kernels(layers: Iterable[nn.Module]) -> None:
+    """Hide from the compiler what it would compute otherwise than torch.
+
+    Args:
+        layers: Decoder layers of the twin, changed in place.
+    """
+    for layer in layers:
+        for module in list(layer.modules()):
+            found = getattr(module, "act_fn", None)
+            if isinstance(found, nn.Module) and not isinstance(found, _Left | nn.Identity):
+                module.act_fn = _Left(_index(found))
+            elif _is_our_norm(module):
+                kind: Any = type(module)
+                module.__class__ = _normed(kind)
+
+
+def _index(module: nn.Module) -> int:
+    """The number of an activation, one for each class."""
+    for index, known in enumerate(activations):
+        if type(known) is type(module):
+            return index
+    activations.append(module)
+    if type(module).__name__ in ("SiLU", "SiLUActivation") and _gates_alike():
+        _gates.add(len(activations) - 1)
+    return len(activations) - 1
+
+
+@cache
+def _gates_alike() -> bool:
+    """Whether our kernel gives torch's bits, for every 16 bit number."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = every[every.isfinite()].to("cuda" if torch.cuda.is_available() else "cpu")
+    pairs = ((gate, gate.flip(0)), (gate.float() / 3, gate.flip(0).float()))
+    return all(torch.equal(silu_gate(*pair), silu(pair[0]) * pair[1]) for pair in pairs)
+
+
+class _Normed:
+    """A norm computed by our kernel."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """What the norm itself would return."""
+        return rms_norm(hidden_states, self.weight, _eps(self))
+
+
+@cache
+def _normed(plain: Any) -> Any:
+    return type(f"Exact{plain.__name__}", (_Normed, plain), {})
+
+
+def _eps(norm: Any) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _is_our_norm(module: Any) -> bool:
+    """Whether our kernel gives this norm's bits."""
+    if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None:
+        return False
+    kind, weight = cast(Any, type(module)), module.weight
+    return _norms_alike(kind, len(weight), weight.dtype, weight.device)
+
+
+@cache
+@torch.no_grad()
+def _norms_alike(kind: Any, size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """The same of a class of norms, by trying it on random numbers."""
+    norm = kind(size).to(device, dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    norm.weight.normal_(generator=generator)
+    for rows in _CHECKED_ROWS:
+        states = torch.randn((1, rows, size), generator=generator, device=device)
+        for given in (states, states.bfloat16()):
+            found = rms_norm(given, norm.weight, _eps(norm))
+            if found.dtype != norm(given).dtype or not torch.equal(found, norm(given)):
+                return False
+    return True

@@ -1,0 +1,105 @@
+"""Linear layers whose products of some sizes a library would add up in another order.
+
+A product of few outputs is split over the GPU and its parts are added up, depending on the number
+of rows. Where exact mode finds such a layer, trainer and rollout compute it by one kernel.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+Shape = tuple[int, int]
+"""Outputs and inputs of a linear layer."""
+
+Narrow = Mapping[Shape, int]
+"""For each shape whose product is ours, the rows from which the library's has the same bits."""
+
+
+@torch.library.custom_op("twinslot::narrow_linear", mutates_args=())
+def _narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
+    if not states.is_cuda or states.numel() // states.shape[-1] >= most_rows:
+        return linear(states, weight, bias)
+    from rollout.kernels.batch_invariant_linear_triton import (
+        product,  # Triton is not there on every CPU
+    )
+
+    return product(states, weight, bias)
+
+
+@_narrow_linear.register_fake
+def _(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
+    return states.new_empty((*states.shape[:-1], len(weight)))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    states, weight, bias, _ = inputs
+    ctx.save_for_backward(states, weight)
+    ctx.has_bias = bias is not None
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients by the library's products: exactness is the forward's alone."""
+    states, weight = ctx.saved_tensors
+    flat = gradient.flatten(0, -2)
+    for_states = gradient @ weight if ctx.needs_input_grad[0] else None
+    for_weight = flat.T @ states.flatten(0, -2) if ctx.needs_input_grad[1] else None
+    return for_states, for_weight, flat.sum(0) if ctx.has_bias else None, None
+
+
+_narrow_linear.register_autograd(_differentiate, setup_context=_save)
+
+
+def narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
+    """`linear(states, weight, bias)`, each row in one order of adding up.
+
+    Args:
+        states: `(..., inputs)`.
+        weight: `(outputs, inputs)`.
+        bias: `(outputs,)`.
+        most_rows: From so many rows on the library's product has the same bits.
+
+    Returns:
+        `(..., outputs)`, in autocast's dtype where there is one, as `linear` does it.
+    """
+    dtype, kind = weight.dtype, states.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    bias = None if bias is None else bias.to(dtype)
+    return _narrow_linear(states.to(dtype), weight.to(dtype), bias, most_rows)
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer that computes by `narrow_linear`."""
+
+    most_rows: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the layer itself would return."""
+        return narrow_linear(input, self.weight, self.bias, self.most_rows)
+
+
+def make_narrow(base: nn.Module, narrow: Narrow) -> None:
+    """Let a model's layers of these shapes compute by `narrow_linear`.
+
+    Args:
+        base: The trainer's model, or the twin's tree after `fuse`: layers that are part of a
+            group's product are left.
+        narrow: Shapes.
+    """
+    for layer in base.modules():
+        if type(layer) is nn.Linear:
+            shape = (layer.weight.shape[0], layer.weight.shape[1])
+            if shape in narrow:
+                layer.__class__ = NarrowLinear
+                layer.most_rows = narrow[shape]  # type: ignore[assignment]
+
+
+def make_plain(base: nn.Module) -> None:
+    """Take `make_narrow` back."""
+    for layer in base.modules():
+        if type(layer) is NarrowLinear:
+            del layer.most_rows
+            layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -1,0 +1,43 @@
+"""SiLU of one half times the other, rounded as torch rounds them, in Triton."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from rollout.kernels.pdl_triton import early, follow
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _gate_kernel(
+    GATE, UP, OUT, gate_stride, up_stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    follow(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < size
+    gate = tl.load(GATE + row * gate_stride + at, mask=there, other=0.0)
+    up = tl.load(UP + row * up_stride + at, mask=there, other=0.0)
+    wide = gate.to(tl.float32)
+    activated = tl.div_rn(wide, 1.0 + libdevice.exp(-wide)).to(gate.dtype)
+    tl.store(OUT + row * size + at, activated * up, mask=there)
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`.
+
+    Args:
+        gate: `(..., size)`, or with strides that let its first dimensions be one.
+        up: Likewise.
+    """
+    size = gate.shape[-1]
+    gates, ups = gate.reshape(-1, size), up.reshape(-1, size)
+    assert gates.stride(1) == ups.stride(1) == 1
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    grid = (len(gates), triton.cdiv(size, _BLOCK))
+    strides = gates.stride(0), ups.stride(0)
+    _gate_kernel[grid](gates, ups, out, *strides, size, BLOCK=_BLOCK, **early())
+    return out

@@ -1,0 +1,1 @@
+"""GPU memory that is taken for a rollout and given back to the trainer."""

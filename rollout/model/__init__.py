@@ -1,0 +1,1 @@
+"""The twin: a second module tree over the trainer's weights."""

@@ -1,0 +1,293 @@
+"""Lends paged KV to a transformers model through its attention interface.
+
+Shape letters: T packed tokens, Q tokens of one segment, H query heads, K key/value heads, D head
+size, L lanes, P pages of a row.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rollout.errors import UnsupportedModel
+from rollout.kernels import cudnn, flash
+from rollout.kernels.custom_op import operator
+from rollout.kernels.paged_attention import attend, gather_kv, store_kv
+from rollout.memory.kv_cache import KVCache
+from rollout.scheduler.batch import Segment
+
+PAGED_ATTENTION = "twinslot_paged"
+
+# What models hand to an attention function and what does not change its result here.
+_HARMLESS = frozenset({"dropout", "position_ids", "use_cache"})
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """What every layer of one forward needs in order to attend over pages.
+
+    Attributes:
+        kv_cache: Where keys and values lie.
+        block_table_LP: Page ids of each lane, int64.
+        lanes_T: Lane of each token, int64.
+        positions_T: Position of each token, int64.
+        max_context: No token's context is longer, itself included; decode alone reads it.
+        segments: What is prefilled; `None` where every token is a row of its own (decode).
+        runs_N4: The same on the device: lane, first packed token, tokens, first position, int64.
+        exact: Attend as the trainer does in exact mode, by one kernel alone.
+        stored: Layers that have written their keys and values in the forward that runs.
+    """
+
+    kv_cache: KVCache
+    block_table_LP: Tensor
+    lanes_T: Tensor
+    positions_T: Tensor
+    max_context: int = 0
+    segments: Sequence[Segment] | None = None
+    runs_N4: Tensor | None = None
+    exact: bool = False
+    stored: set[int] = field(default_factory=set, compare=False)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Lend the pages to the forward that runs inside.
+
+        Beside the model, not through it: a compiled layer would be compiled once for each
+        combination of what it is handed.
+        """
+        self.stored.clear()
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    def store(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
+        """Write the keys and values of the packed tokens."""
+        cache = self.kv_cache.layer(layer)
+        if keys_TKD.is_cuda:
+            from rollout.kernels import store_kv_triton  # Triton is not there on every CPU
+
+            where = (self.block_table_LP, self.lanes_T, self.positions_T)
+            store_kv_triton.store_kv(keys_TKD, values_TKD, cache, *where)
+            return
+        page_tokens = self.kv_cache.layout.page_tokens
+        pages_T = self.block_table_LP[self.lanes_T, self.positions_T // page_tokens]
+        store_kv(keys_TKD, values_TKD, cache, (pages_T, self.positions_T % page_tokens))
+
+    def attend(
+        self, layer: int, query_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, **options: Any
+    ) -> Tensor:
+        """Attend with each packed token over its row's context, `(T, H, D)`.
+
+        The keys and values are those of the packed tokens, which have been stored.
+        """
+        cache = self.kv_cache.layer(layer)
+        if query_THD.is_cuda:
+            from rollout.kernels import paged_attention_triton as kernels  # as above
+
+            if self.segments is not None:
+                return self._prefill_on_gpu(cache, query_THD, (keys_TKD, values_TKD), options)
+            where = (self.block_table_LP, self.lanes_T, self.positions_T)
+            return kernels.decode(query_THD, cache, *where, max_context=self.max_context, **options)
+        if self.segments is None:
+            keys, values = gather_kv(cache, self.block_table_LP[self.lanes_T], self.max_context)
+            positions = self.positions_T[:, None]
+            return attend(query_THD[:, None], keys, values, positions, **options)[:, 0]
+        counts = [len(segment.tokens) for segment in self.segments]
+        queries, positions = query_THD.split(counts), self.positions_T.split(counts)
+        outputs = []
+        for segment, query_QHD, positions_Q in zip(self.segments, queries, positions, strict=True):
+            table = self.block_table_LP[segment.lane][None]
+            keys, values = gather_kv(cache, table, segment.start + len(segment.tokens))
+            output = attend(query_QHD[None], keys, values, positions_Q[None], **options)
+            outputs.append(output[0])
+        return torch.cat(outputs)
+
+    def _prefill_on_gpu(
+        self,
+        cache: tuple[Tensor, Tensor],
+        query_THD: Tensor,
+        new: tuple[Tensor, Tensor],
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Prompts that begin here by torch's kernels, one that goes on by ours over its pages."""
+        from rollout.kernels import paged_attention_triton as kernels  # as above
+
+        assert self.segments is not None
+        assert self.runs_N4 is not None
+        counts = [len(segment.tokens) for segment in self.segments]
+        num_paged, first = len(counts), len(query_THD)
+        plain = flash.serves(query_THD, options["softcap"], options["sinks_H"])
+        if plain and not self.exact:
+            num_paged = sum(segment.start > 0 for segment in self.segments)
+            first = sum(counts[:num_paged])
+        outputs = []
+        if num_paged:
+            runs_N4, longest = self.runs_N4[:num_paged], max(counts[:num_paged])
+            how = {"longest": longest, "block_table_LP": self.block_table_LP, **options}
+            outputs.append(kernels.attend_runs(query_THD[:first], cache, runs_N4, **how)[0])
+        if first < len(query_THD):
+            query, keys, values = (states[first:] for states in (query_THD, *new))
+            scale, window, lengths = options["scale"], options["window"], counts[num_paged:]
+            if len(set(lengths)) == 1 and cudnn.serves(query, window):
+                output = cudnn.attend_rows(query, keys, values, len(lengths), scale)
+            else:
+                starts_N = self.runs_N4[num_paged:, 1] - first
+                how = {"longest": max(lengths), "scale": scale, "window": window}
+                output = flash.attend_packed(query, keys, values, starts_N, **how)
+            outputs.append(output)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+class Prefilled(Exception):
+    """The last layer of a prefill has stored its keys and values: nothing else of it is needed."""
+
+
+_active: ContextVar[PagedAttention] = ContextVar("paged_attention")
+
+
+def _fake(query_THD: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+
+
+@operator(_fake)
+def _attend_and_store(
+    query_THD: Tensor,
+    keys_TKD: Tensor,
+    values_TKD: Tensor,
+    layer: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Store the keys and values, and attend. One node to a compiler, which cannot look inside.
+
+    The pages it writes are no argument, so no compiler copies them to keep them apart.
+    """
+    paged = _active.get()
+    layout = paged.kv_cache.layout
+    if keys_TKD.shape[1:] != (layout.num_kv_heads, layout.head_dim):
+        raise UnsupportedModel(
+            f"a layer has {keys_TKD.shape[1]} key heads of size {keys_TKD.shape[2]} and other "
+            f"layers {layout.num_kv_heads} of {layout.head_dim}; one page cannot hold both"
+        )
+    index = int(layer)
+    if index in paged.stored:
+        raise UnsupportedModel(
+            f"layer {index} attends more than once in one forward (a looped model, or differential "
+            "attention), and its pages hold one set of keys and values; such a model cannot run on "
+            "the engine"
+        )
+    paged.stored.add(index)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "sinks_H": sinks_H,
+    }
+    with torch.autocast(query_THD.device.type, enabled=False):
+        states = [states.to(layout.dtype) for states in (query_THD, keys_TKD, values_TKD)]
+        paged.store(index, *states[1:])
+        if paged.segments is not None and index == layout.num_layers - 1:
+            raise Prefilled
+        output = paged.attend(index, *states, **options)
+    return output.to(query_THD.dtype)
+
+
+def number_layers(base: nn.Module) -> None:
+    """Tell each attention layer which cache is its own: `layer_idx`, as a tensor on the CPU.
+
+    A number would be compiled into the layer, and each layer compiled for itself. `mask_window` is
+    the window that the mask of the trainer's forward has there.
+    """
+    module: Any  # whose attributes are anybody's
+    for module in base.modules():
+        if isinstance(index := getattr(module, "layer_idx", None), int):
+            module.kv_layer = torch.tensor(index)
+            module.mask_window = _mask_window(getattr(module, "config", None), index)
+
+
+def _mask_window(config: Any, index: int) -> int | None:
+    """Tokens that transformers' mask lets a layer see; `None` where it sees whole sequences."""
+    types = getattr(config, "layer_types", None)
+    if types and types[index : index + 1] != ["sliding_attention"]:
+        return None
+    if per_layer := getattr(config, "per_layer_config", None):
+        config = per_layer[min(index, len(per_layer) - 1)]
+    window = getattr(config, "sliding_window", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    return None if not window or (longest and window >= longest) else int(window)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in each layer of the twin.
+
+    The pages are those of the `PagedAttention` that is active.
+
+    Args:
+        module: The attention layer; its `kv_layer` says which cache is its own.
+        query: `(1, H, T, D)`.
+        key: `(1, K, T, D)`.
+        value: `(1, K, T, D)`.
+        attention_mask: Always `None`: causality follows from the positions.
+        scaling: Multiplies the scores. `None`: `D ** -0.5`.
+        sliding_window: Tokens a query sees, itself included. `None`: all.
+        softcap: Caps the scores (Gemma 2).
+        s_aux: Sinks, `(H,)`: a score of each head that takes weight and has no value (gpt-oss).
+        others: Anything else; refused unless it is known not to matter.
+
+    Returns:
+        `(1, T, H, D)`, and no attention weights.
+
+    Raises:
+        UnsupportedModel: The model asks for something that paged attention does not do.
+    """
+    harmless = _HARMLESS | {name for name in others if name.startswith("output_")}
+    asked = [name for name, value in others.items() if value is not None and name not in harmless]
+    if asked or attention_mask is not None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} passes {asked or ['attention_mask']} to its attention, which "
+            "paged attention does not know; such a model cannot run on the engine"
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(
+            f"{type(module).__name__} lets tokens attend to later ones (`is_causal` is False), so "
+            "it cannot generate from the KV of earlier ones; such a model cannot run on the engine"
+        )
+    if sliding_window is None and module.mask_window is not None:
+        raise UnsupportedModel(
+            f"the config of {type(module).__name__} has a sliding window of {module.mask_window} "
+            "tokens, which it does not pass to its attention; such a model cannot run on the "
+            "engine, unless `sliding_window` is None or no less than `max_position_embeddings`"
+        )
+    # Under autocast the trainer's attention computes in the dtype of its values.
+    query_THD = query[0].transpose(0, 1).to(value.dtype).contiguous()
+    keys_TKD, values_TKD = (states[0].transpose(0, 1) for states in (key, value))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    output = _attend_and_store(
+        query_THD, keys_TKD, values_TKD, module.kv_layer, scale, sliding_window, softcap, s_aux
+    )
+    return output[None], None
+
+
+# No mask function is registered under this name, so transformers builds no mask.
+AttentionInterface.register(PAGED_ATTENTION, paged_attention_forward)

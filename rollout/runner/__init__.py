@@ -1,0 +1,1 @@
+"""Runs the scheduler's batches on the device: streams, slots, graphs, sampling."""

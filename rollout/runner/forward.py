@@ -1,0 +1,219 @@
+"""What the device does in one step; its decode is exactly what a graph captures.
+
+Shape letters: T packed tokens, R decoding rows, L lanes, P pages of a row, V vocabulary.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rollout.memory.kv_cache import KVCache
+from rollout.model.attention import PagedAttention, Prefilled
+from rollout.request import Ints
+from rollout.runner.sampling import Filters, kept_mass, sample, sample_among
+from rollout.runner.slots import IOSlot
+from rollout.sampling_params import Draw
+from rollout.scheduler.batch import Segment
+from rollout.scheduler.pages import TRASH_PAGE
+
+# A compiler takes equal sizes for one and the same; this one is no model's.
+_WARM_UP_ROWS = 13
+
+
+class LanguageModel(Protocol):
+    """What a step needs of a model."""
+
+    def logits(
+        self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged: PagedAttention
+    ) -> Tensor:
+        """Run packed tokens; logits `(rows, V)` of those that `rows` picks by index."""
+        ...
+
+
+@dataclass
+class Lanes:
+    """Device state of the running rows, advanced on the compute stream alone.
+
+    The last lane is the trash lane: padding rows run there, and it never advances.
+
+    Attributes:
+        tokens_L: Newest token, whose KV is not written yet, int64.
+        positions_L: Its position, int64.
+        seeds_L: Key of the row's random numbers, int64.
+        temperatures_L: Divides the row's logits, float32.
+        block_table_LP: Page ids in token order, int64.
+        filters: What else draws go by; `None` until a row's do.
+    """
+
+    tokens_L: Tensor
+    positions_L: Tensor
+    seeds_L: Tensor
+    temperatures_L: Tensor
+    block_table_LP: Tensor
+    filters: Filters | None = None
+
+    @classmethod
+    def empty(cls, max_rows: int, max_row_pages: int, device: torch.device) -> "Lanes":
+        """State of `max_rows` lanes and the trash lane."""
+        num_lanes = max_rows + 1
+        tokens, positions, seeds = torch.zeros((3, num_lanes), dtype=torch.int64, device=device)
+        temperatures = torch.zeros(num_lanes, dtype=torch.float32, device=device)
+        block_table = torch.full((num_lanes, max_row_pages), TRASH_PAGE, device=device)
+        return cls(tokens, positions, seeds, temperatures, block_table)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all of it takes."""
+        return sum(state.nbytes for state in vars(self).values() if state is not None)
+
+    @property
+    def trash_lane(self) -> int:
+        """The lane of padding rows."""
+        return len(self.positions_L) - 1
+
+    def open_filters(
+        self, draws: Collection[Draw], vocab_size: int, words: tuple[int, int]
+    ) -> bool:
+        """Have what these kinds of draws need, and tables of words of this shape, at least.
+
+        Returns:
+            Whether those tables lie elsewhere now.
+        """
+        if self.filters is None and max(draws, default=Draw.PLAIN) > Draw.PLAIN:
+            self.filters = Filters(len(self.positions_L), self.positions_L.device)
+        if self.filters is not None and max(draws, default=Draw.PLAIN) >= Draw.MARKED:
+            self.filters.open_marks(vocab_size)
+        return self.filters is not None and Draw.WORDS in draws and self.filters.open_words(*words)
+
+    def admit(self, slot: IOSlot) -> None:
+        """Apply a batch's admissions and new pages, where it has any."""
+        if slot.admitted.length:
+            lanes, tokens, positions, seeds = slot.admitted.value.unbind(1)
+            self.tokens_L[lanes] = tokens
+            self.positions_L[lanes] = positions
+            self.seeds_L[lanes] = seeds
+            self.temperatures_L[lanes] = slot.temperatures.value
+            if self.filters is not None:
+                self.filters.admit(slot)
+        if slot.new_pages.length:
+            lanes, index, pages = slot.new_pages.value.unbind(1)
+            self.block_table_LP[lanes, index] = pages
+
+
+class Forward:
+    """One step on the device: admit, prefill, decode.
+
+    Args:
+        model: The twin.
+        kv_cache: Pages that the model's attention reads and writes.
+        lanes: State of the running rows.
+        entropies: Score each token by the entropy as well.
+        kept_mass: And by the probability of the tokens that it was drawn among.
+        exact: Attend as the trainer does in exact mode.
+        least_rows: On a GPU a prefill of fewer tokens is padded to so many.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_cache: KVCache,
+        lanes: Lanes,
+        *,
+        entropies: bool = False,
+        kept_mass: bool = False,
+        exact: bool = False,
+        least_rows: int = 1,
+    ) -> None:
+        self.lanes = lanes
+        self.num_scores = 1 + entropies + kept_mass
+        self.least_rows = least_rows
+        self._exact = exact
+        self._kept_mass = kept_mass
+        self._model = model
+        self._kv_cache = kv_cache
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Run padding rows, so that whatever is compiled on first use is."""
+        positions = self.lanes.positions_L
+        self.decode(positions.new_full((_WARM_UP_ROWS,), self.lanes.trash_lane), 1)
+
+    def prefill(self, slot: IOSlot, segments: Sequence[Segment]) -> None:
+        """Write the KV of prompt tokens. Nothing is sampled, so no row's logits are computed."""
+        # Tensors of their own, as in decode: a compiler tells views of different bases apart.
+        lanes_T, positions_T, tokens_T = (x.contiguous() for x in slot.prefill.value.unbind(1))
+        if lanes_T.is_cuda and len(lanes_T) < self.least_rows:
+            missing = (0, self.least_rows - len(lanes_T))
+            lanes_T = pad(lanes_T, missing, value=self.lanes.trash_lane)
+            positions_T, tokens_T = pad(positions_T, missing), pad(tokens_T, missing)
+        paged = PagedAttention(
+            kv_cache=self._kv_cache,
+            block_table_LP=self.lanes.block_table_LP,
+            lanes_T=lanes_T,
+            positions_T=positions_T,
+            segments=segments,
+            runs_N4=slot.runs.value,
+            exact=self._exact,
+        )
+        with suppress(Prefilled):  # which leaves out most of the last layer
+            self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)
+
+    def fork(self, copies: Ints) -> None:
+        """Copy partly filled pages of a prompt that rows share, `(copies, 2)` page ids."""
+        for source, target in copies:
+            self._kv_cache.copy_page(int(source), int(target))
+
+    def decode(
+        self, lanes_R: Tensor, max_context: int, draw: Draw = Draw.PLAIN
+    ) -> tuple[Tensor, Tensor]:
+        """Draw the next token of the row in each lane, and advance the lanes.
+
+        Args:
+            lanes_R: Lanes to run, int64; the trash lane where a row is padding.
+            max_context: No row's context is longer, the new token included.
+            draw: What the rows' draws take.
+
+        Returns:
+            Token ids, int64, `(R,)`, and scores, float32, `(R, num_scores)`.
+        """
+        state = self.lanes
+        # The carry-over: the newest token of a row that ran in the batch before is read here,
+        # on the device, before the host has seen it.
+        tokens_R, positions_R = state.tokens_L[lanes_R], state.positions_L[lanes_R]
+        paged = PagedAttention(
+            kv_cache=self._kv_cache,
+            block_table_LP=state.block_table_LP,
+            lanes_T=lanes_R,
+            positions_T=positions_R,
+            max_context=max_context,
+        )
+        rows = torch.arange(len(lanes_R), device=lanes_R.device)
+        logits_RV = self._model.logits(tokens_R, positions_R, rows, paged)
+        sampled_R, scores_RS = self._draw(logits_RV, lanes_R, positions_R + 1, draw)
+        state.tokens_L[lanes_R] = sampled_R
+        # ORDER: the trash lane's position stays 0, so padding writes to the trash page alone
+        state.positions_L[lanes_R] = positions_R + (lanes_R != state.trash_lane)
+        return sampled_R, scores_RS
+
+    def _draw(
+        self, logits_RV: Tensor, lanes_R: Tensor, positions_R: Tensor, draw: Draw
+    ) -> tuple[Tensor, Tensor]:
+        state, num_scores = self.lanes, self.num_scores - self._kept_mass
+        temperatures_R = state.temperatures_L[lanes_R]
+        how = temperatures_R, state.seeds_L[lanes_R], positions_R
+        if draw == Draw.PLAIN:
+            sampled_R, scores_RS = sample(logits_RV, *how, num_scores)
+            return sampled_R, pad(scores_RS, (0, 1), value=1.0) if self._kept_mass else scores_RS
+        assert state.filters is not None
+        among_RV = state.filters.limit(logits_RV, lanes_R, temperatures_R, positions_R, draw)
+        sampled_R, scores_RS = sample_among(logits_RV, among_RV, *how, num_scores)
+        state.filters.drawn(lanes_R, sampled_R, draw)
+        if self._kept_mass:
+            mass_R = kept_mass(logits_RV, among_RV, temperatures_R)
+            scores_RS = torch.cat([scores_RS, mass_R[:, None]], dim=1)
+        return sampled_R, scores_RS

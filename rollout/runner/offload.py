@@ -1,0 +1,123 @@
+"""Moves KV pages of preempted rows to pinned host memory and back, beside the batches."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.config import RolloutConfig
+from rollout.memory.kv_cache import KVCache
+from rollout.runner.streams import Streams
+from rollout.scheduler.batch import Batch
+
+# Of the host's memory, where nothing is asked for.
+_HOST_SHARE = 16
+# Taken at a time: pinning takes long, and rows wait for it.
+_MOST_BYTES = 1 << 29
+
+
+class Swap:
+    """Host pages, and the copies from and to them on a stream of their own.
+
+    The host half says which page goes where; all copies of a step are queued before its batch.
+
+    Args:
+        config: `offload_bytes`.
+        kv_cache: The pages on the device.
+        streams: The engine's streams.
+        device: Where the model lives.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, kv_cache: KVCache, streams: Streams, device: torch.device
+    ) -> None:
+        self._kv_cache, self._streams = kv_cache, streams
+        self._pinned = device.type == "cuda"
+        num_bytes = config.offload_bytes
+        if num_bytes is None:
+            num_bytes = _host_bytes() // _HOST_SHARE if self._pinned else 0
+        self._sizes = list(_chunk_sizes(num_bytes, kv_cache.layout.page_bytes))
+        self._ends = list(accumulate(self._sizes))
+        self._chunks: list[Tensor] = []
+        self._leaving: dict[int, Any] = {}  # page -> when the copy that reads it is done
+        self._restored: Any = None
+
+    @property
+    def num_host_pages(self) -> int:
+        """Host pages that there may be."""
+        return sum(self._sizes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory taken so far."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def move(self, batch: Batch) -> None:
+        """Queue a batch's copies, and let the batch wait for those that it relies on."""
+        compute = self._streams.compute
+        if self._restored is not None:
+            # ORDER: a row whose pages were brought back beside the batch before runs in this one
+            compute.wait_event(self._restored)
+            self._restored = None
+        if len(batch.offloads) or len(batch.restores):
+            self._copy(batch)
+        if self._leaving:
+            for page in batch.new_pages[:, 2]:
+                event = self._leaving.pop(int(page), None)
+                if event is not None:
+                    # ORDER: a page is given on at once, but what its next row writes waits for the
+                    # copy that reads it
+                    compute.wait_event(event)
+
+    def join(self) -> None:
+        """Let the compute stream follow every copy so far: pages are about to move."""
+        self._streams.compute.wait_event(self._streams.swap.record_event())
+
+    @torch.no_grad()
+    def _copy(self, batch: Batch) -> None:
+        swap = self._streams.swap
+        # ORDER: the last launched batch still writes to pages that leave, and an overrun in it to
+        # pages that have been given to a row that comes back
+        swap.wait_event(self._streams.compute.record_event())
+        with self._streams.module.stream(swap):
+            for page, host_page in batch.offloads:
+                data = self._kv_cache.page(int(page))
+                self._host_page(host_page).copy_(data, non_blocking=True)
+                self._leaving[int(page)] = swap.record_event()
+            for host_page, page in batch.restores:
+                data = self._kv_cache.page(int(page))
+                data.copy_(self._host_page(host_page), non_blocking=True)
+            if len(batch.restores):
+                self._restored = swap.record_event()
+
+    def _host_page(self, index: int) -> Tensor:
+        """A host page, in memory that is taken when it is first needed."""
+        chunk = next(chunk for chunk, end in enumerate(self._ends) if index < end)
+        layout = self._kv_cache.layout
+        while len(self._chunks) <= chunk:
+            shape = (self._sizes[len(self._chunks)], *layout.page_shape)
+            self._chunks.append(torch.empty(shape, dtype=layout.dtype, pin_memory=self._pinned))
+        return self._chunks[chunk][index - self._ends[chunk] + self._sizes[chunk]]
+
+
+def _chunk_sizes(num_bytes: int, page_bytes: int) -> Iterator[int]:
+    """Pages of each piece of host memory: torch rounds what it pins up to a power of two bytes."""
+    while num_bytes >= page_bytes:
+        chunk_bytes = 1 << (min(num_bytes, _MOST_BYTES).bit_length() - 1)
+        if chunk_bytes < page_bytes:
+            return
+        yield chunk_bytes // page_bytes
+        num_bytes -= chunk_bytes
+
+
+def _host_bytes() -> int:
+    """Memory of this machine, or of the container that this process may fill."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+    return min(found)

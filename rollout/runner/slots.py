@@ -1,0 +1,286 @@
+"""The only border between host and device: each batch's buffers, and the events between them.
+
+The engine's docstring draws what runs beside what. On a CPU, torch's streams and events do
+nothing, and every call below is done when it returns.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout.request import Floats, Ints
+from rollout.runner.streams import Streams
+from rollout.sampling_params import SETTINGS
+from rollout.scheduler.batch import Admission, Batch, Segment
+from rollout.telemetry.device_time import Stamps
+
+
+class Staged:
+    """One array that travels to the device: a pinned host buffer and one on the device.
+
+    Args:
+        shape: Longest array that may be staged.
+        dtype: Of both buffers.
+        device: Where it travels to.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(shape, dtype=dtype, device=device)
+        # ALIAS: NumPy writes into the pinned tensor
+        self._array: NDArray[Any] = self._host.numpy()
+        self.length = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer on the device."""
+        return self._device.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that were staged."""
+        return self._array[: self.length].nbytes
+
+    def stage(self, values: Any) -> None:
+        """Copy `values`, of any length up to the buffer's, into the host buffer."""
+        self.length = len(values)
+        if self.length:
+            self._array[: self.length] = values
+
+    def upload(self) -> None:
+        """Queue the copy of what was staged on the current stream."""
+        if self.length:
+            staged = self._host[: self.length]
+            self._device[: self.length].copy_(staged, non_blocking=True)
+
+    @property
+    def value(self) -> Tensor:
+        """What was staged, on the device."""
+        return self._device[: self.length]
+
+
+class StagedOnce:
+    """One array of any length that few batches have: it travels through memory of its own.
+
+    Args:
+        device: Where it travels to.
+    """
+
+    num_bytes = 0  # between batches
+
+    def __init__(self, device: torch.device) -> None:
+        self._there = device
+        self._host = self._device = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def length(self) -> int:
+        """Rows of what was staged."""
+        return len(self._host)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that were staged."""
+        return self._host.nbytes
+
+    def stage(self, parts: Sequence[Ints]) -> None:
+        """Join `parts` in a new host buffer, if there are any."""
+        # ORDER: what the batch before was given is let go only here: that batch has been settled
+        self._host = self._device = torch.zeros(0, dtype=torch.int64)
+        if parts:
+            self._host = torch.from_numpy(np.concatenate(parts))
+            if self._there.type == "cuda":
+                self._host = self._host.pin_memory()
+
+    def upload(self) -> None:
+        """Queue the copy of what was staged on the current stream, into memory of that stream."""
+        if self.length:
+            self._device = self._host.to(self._there, non_blocking=True)
+
+    @property
+    def value(self) -> Tensor:
+        """What was staged, on the device."""
+        return self._device
+
+
+class IOSlot:
+    """Buffers and events of one batch on its way through the device.
+
+    Args:
+        streams: The engine's streams.
+        max_rows: Rows that may decode in one batch.
+        max_row_pages: Pages of the longest row.
+        prefill_tokens: Prompt tokens that may be prefilled in one batch.
+        num_scores: Numbers that come with each token.
+        device: Where the model lives.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        max_rows: int,
+        max_row_pages: int,
+        prefill_tokens: int,
+        num_scores: int,
+        device: torch.device,
+    ) -> None:
+        def ints(*shape: int) -> Staged:
+            return Staged(shape, torch.int64, device)
+
+        self.batch: Batch | None = None
+        self.lanes = ints(max_rows)
+        self.new_pages = ints(max_rows * max_row_pages, 3)
+        self.admitted = ints(max_rows, 4)
+        self.temperatures = Staged((max_rows,), torch.float32, device)
+        self.settings = Staged((max_rows, len(SETTINGS)), torch.float64, device)
+        self.marks = StagedOnce(device)
+        self.words = StagedOnce(device)
+        self.prefill = ints(prefill_tokens, 3)
+        self.runs = ints(max_rows, 4)
+        self._staged = (
+            self.lanes,
+            self.new_pages,
+            self.admitted,
+            self.temperatures,
+            self.settings,
+            self.marks,
+            self.words,
+            self.prefill,
+            self.runs,
+        )
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.scores = torch.zeros((max_rows, num_scores), dtype=torch.float32, device=device)
+        pinned = device.type == "cuda"
+        self._host_tokens = torch.zeros_like(self.tokens, device="cpu", pin_memory=pinned)
+        self._host_scores = torch.zeros_like(self.scores, device="cpu", pin_memory=pinned)
+        # ALIAS: NumPy reads the pinned tensors
+        self._read: tuple[Ints, Floats] = self._host_tokens.numpy(), self._host_scores.numpy()
+        self._streams = streams
+        events = (streams.module.Event() for _ in range(3))
+        self.uploaded, self.computed, self.downloaded = events
+        self.stamps = Stamps(device)
+
+    def stage(self, batch: Batch) -> None:
+        """Fill the host buffers. Nothing on the device reads them: the slot has been settled."""
+        self.batch = batch
+        self.lanes.stage(batch.lanes)
+        self.new_pages.stage(batch.new_pages)
+        self._stage_admission(batch.admission)
+        self._stage_prefill(batch.segments)
+
+    def _stage_admission(self, admission: Admission) -> None:
+        state = (admission.lanes, admission.tokens, admission.positions, admission.seeds)
+        self.admitted.stage(np.array(state, np.int64).T)
+        self.temperatures.stage(admission.temperatures)
+        self.settings.stage(admission.settings)
+        self.marks.stage(admission.marks)
+        self.words.stage(admission.words)
+
+    def _stage_prefill(self, segments: Sequence[Segment]) -> None:
+        self.runs.length = self.prefill.length = 0
+        if not segments:
+            return
+        counts = np.array([len(segment.tokens) for segment in segments], np.int64)
+        lanes = np.array([segment.lane for segment in segments], np.int64)
+        firsts = np.array([segment.start for segment in segments], np.int64)
+        starts = counts.cumsum() - counts
+        self.runs.stage(np.stack([lanes, starts, counts, firsts], axis=1))
+        positions = np.arange(counts.sum()) + (firsts - starts).repeat(counts)
+        tokens = np.concatenate([segment.tokens for segment in segments])
+        self.prefill.stage(np.stack([lanes.repeat(counts), positions, tokens], axis=1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its buffers on the device."""
+        results = self.tokens.nbytes + self.scores.nbytes
+        return results + sum(staged.num_bytes for staged in self._staged)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that travel to the device for this batch."""
+        return sum(staged.staged_bytes for staged in self._staged)
+
+    def upload(self) -> None:
+        """Queue the copies to the device on the H2D stream."""
+        with self._streams.module.stream(self._streams.h2d):
+            self.stamps.uploading.record(self._streams.h2d)
+            for staged in self._staged:
+                staged.upload()
+            self.stamps.uploaded.record(self._streams.h2d)
+            self.uploaded.record(self._streams.h2d)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Queue what is inside on the compute stream, behind this slot's upload."""
+        with self._streams.module.stream(self._streams.compute):
+            is_starved = self._streams.is_starved
+            # ORDER: the batch's first kernel reads what H2D writes
+            self.uploaded.wait(self._streams.compute)
+            self.stamps.start(self._streams.compute, is_starved=is_starved)
+            yield
+            self.stamps.ended.record(self._streams.compute)
+            self.computed.record(self._streams.compute)
+
+    def download(self) -> None:
+        """Queue the copies of tokens and scores on the D2H stream."""
+        assert self.batch is not None
+        count = len(self.batch.lanes)
+        with self._streams.module.stream(self._streams.d2h):
+            # ORDER: D2H reads what the batch's last kernel writes
+            self.computed.wait(self._streams.d2h)
+            self._host_tokens[:count].copy_(self.tokens[:count], non_blocking=True)
+            self._host_scores[:count].copy_(self.scores[:count], non_blocking=True)
+            self.downloaded.record(self._streams.d2h)
+
+    def wait(self) -> tuple[Ints, Floats]:
+        """Wait for this slot's tokens, `(rows,)`, and their scores, `(rows, num_scores)`.
+
+        The arrays are the slot's own and hold until it is staged again.
+        """
+        assert self.batch is not None
+        count = len(self.batch.lanes)
+        self.downloaded.synchronize()  # SYNC: the only host wait in a step
+        tokens, scores = self._read
+        return tokens[:count], scores[:count]
+
+    def release(self) -> Batch:
+        """Empty the slot and return the batch it held."""
+        batch, self.batch = self.batch, None
+        assert batch is not None
+        return batch
+
+
+class SlotPair:
+    """Two slots used in turn; or one, which is then its own predecessor.
+
+    Args:
+        num_slots: 2, or 1 for the synchronous mode.
+        streams: The engine's streams.
+        sizes: `max_rows`, `max_row_pages`, `prefill_tokens`, ... of each slot.
+    """
+
+    def __init__(self, num_slots: int, streams: Streams, **sizes: Any) -> None:
+        self._streams = streams
+        self.slots = [IOSlot(streams, **sizes) for _ in range(num_slots)]
+        self._turn = 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a batch has been launched and not settled."""
+        return any(slot.batch is not None for slot in self.slots)
+
+    def flip(self) -> tuple[IOSlot, IOSlot]:
+        """The slot to launch from now, and the one to settle after."""
+        self._turn = (self._turn + 1) % len(self.slots)
+        return self.slots[self._turn], self.slots[self._turn - 1]
+
+    def drain(self) -> None:
+        """Wait for whatever is in flight, and forget it."""
+        self._streams.wait()
+        for slot in self.slots:
+            slot.batch = None

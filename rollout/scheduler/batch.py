@@ -1,0 +1,172 @@
+"""A batch in the making: what is put together until it is launched."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.request import Ints
+from rollout.sampling_params import Draw
+from rollout.scheduler.row import Row
+from rollout.scheduler.token_flags import marks_of
+from rollout.scheduler.words import lines_of
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of one row's prompt tokens to prefill in one step.
+
+    Attributes:
+        lane: The row's lane.
+        start: Position of the first token.
+        tokens: Token ids, `(segment_tokens,)`.
+    """
+
+    lane: int
+    start: int
+    tokens: Ints
+
+
+@dataclass(eq=False)
+class Admission:
+    """Device state of the rows that enter their lanes with this batch, each array `(rows,)`.
+
+    Attributes:
+        lanes: Lane of each row.
+        tokens: Last prompt token: the input of the row's first decode step.
+        positions: Its position.
+        seeds: Key of the row's random numbers.
+        temperatures: Divides the row's logits.
+        settings: What else its draws go by, in the order of `SETTINGS`.
+        marks: `(marks, 3)` of each row: lane, token id, and mark; see `scheduler.token_flags`.
+        words: `(entries, 4)` of each row: lane, line, place, token id; see `scheduler.words`.
+    """
+
+    lanes: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    settings: list[tuple[float, ...]] = field(default_factory=list)
+    marks: list[Ints] = field(default_factory=list)
+    words: list[Ints] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one step runs. It is complete in itself: settling it looks nothing up.
+
+    Attributes:
+        rows: Ids of the rows that decode, `(rows,)`.
+        lanes: The lane of each at launch, `(rows,)`.
+        policy_version: Weights under which it runs.
+        max_context: Longest context among the decoding rows, in tokens, the new token included.
+        admission: Rows that enter their lanes first.
+        segments: Prompt tokens to prefill before decoding.
+        new_pages: `(pages, 3)`: lane, index in the lane's block table, page id.
+        copies: `(copies, 2)`: page to copy, and where to, between prefill and decode.
+        offloads: `(pages, 2)`: page to copy to the host, and the host page, before anything else.
+        restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.
+        num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
+        num_preempted: Rows that lost their lane for want of pages.
+        num_parked: Rows that have lost theirs and have none again.
+        lost: Lanes of rows that enter again, and how many of their tokens had KV that is lost.
+        draw: What the draws of its rows take.
+    """
+
+    rows: Ints
+    lanes: Ints
+    policy_version: int
+    max_context: int
+    admission: Admission
+    segments: Sequence[Segment]
+    new_pages: Ints
+    copies: Ints
+    offloads: Ints
+    restores: Ints
+    num_shared: int
+    num_preempted: int
+    num_parked: int
+    lost: dict[int, int]
+    draw: Draw = Draw.PLAIN
+
+    @property
+    def num_prefilled(self) -> int:
+        """Prompt tokens to prefill."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    @property
+    def num_attended(self) -> int:
+        """Tokens that those attend to, summed: each to itself, and to all of its row before it."""
+        sizes = [(segment.start, len(segment.tokens)) for segment in self.segments]
+        return sum(size * start + size * (size + 1) // 2 for start, size in sizes)
+
+
+_NO_PAGES, _NO_PAIRS = np.empty((0, 3), np.int64), np.empty((0, 2), np.int64)
+
+
+@dataclass(eq=False)
+class Plan:
+    """What the next batch is to do; the fields are those of `Batch`."""
+
+    admission: Admission = field(default_factory=Admission)
+    new_pages: list[Ints] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    offloads: list[tuple[int, int]] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    num_shared: int = 0
+    num_preempted: int = 0
+    num_parked: int = 0
+    lost: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the device has nothing to do or to be told, should no row decode.
+
+        A row that comes back may find all its pages still there, and need no copy.
+        """
+        return not (self.segments or self.restores or self.offloads or self.admission.lanes)
+
+    def admit(self, lane: int, row: Row) -> None:
+        """A row enters a lane: its last token is the input of its first decode step there."""
+        tokens = row.tokens if len(row.tokens) else row.request.prompt
+        draw = row.request.sampling.draw
+        self.admission.lanes.append(lane)
+        self.admission.tokens.append(int(tokens[-1]))
+        self.admission.positions.append(row.num_tokens - 1)
+        self.admission.seeds.append(row.request.seed)
+        self.admission.temperatures.append(row.request.sampling.temperature)
+        self.admission.settings.append(row.request.settings)
+        if row.num_lost:
+            self.lost[lane] = row.num_lost
+        if draw >= Draw.MARKED:
+            self.admission.marks.append(marks_of(lane, row.request, row.tokens))
+        if draw == Draw.WORDS:
+            self.admission.words.append(lines_of(lane, row.request, row.tokens))
+
+    def batch(
+        self, rows: Ints, lanes: Ints, max_context: int, draw: Draw, policy_version: int
+    ) -> Batch:
+        """The batch, with the rows that decode."""
+        return Batch(
+            rows=rows,
+            lanes=lanes,
+            policy_version=policy_version,
+            max_context=max_context,
+            admission=self.admission,
+            segments=self.segments,
+            new_pages=np.concatenate(self.new_pages) if self.new_pages else _NO_PAGES,
+            copies=_pairs(self.copies),
+            offloads=_pairs(self.offloads),
+            restores=_pairs(self.restores),
+            num_shared=self.num_shared,
+            num_preempted=self.num_preempted,
+            num_parked=self.num_parked,
+            lost=self.lost,
+            draw=draw,
+        )
+
+
+def _pairs(pages: list[tuple[int, int]]) -> Ints:
+    return np.array(pages, np.int64) if pages else _NO_PAIRS

@@ -1,0 +1,1 @@
+"""Command-line tools: the benchmark, the doctor, the parity check."""

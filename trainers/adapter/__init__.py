@@ -1,0 +1,1 @@
+"""Fits the engine to a TRL trainer: settings, precision, seeds, ranks."""
