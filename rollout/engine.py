@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
@@ -29,15 +29,14 @@ from rollout.errors import (
     RolloutError,
 )
 from rollout.memory.plan import MemoryPlan
-from rollout.request import Completion, FinishReason, Request
-from rollout.runner.slots import IOSlot
+from rollout.request import Completion, Request
 from rollout.runner.worker import Worker, is_out_of_memory
 from rollout.sampling_params import SamplingParams
-from rollout.scheduler.batch import Batch
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.validation import Limits, build_requests
-from rollout.telemetry.device_time import BatchClock
 from rollout.telemetry.gpu_counters import open_meter
+from rollout.telemetry.observer import Observer, Observers
+from rollout.telemetry.recorder import Recorder
 from rollout.telemetry.stats import RolloutStats
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,6 @@ class RolloutEngine:
             raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
         self.config = config or RolloutConfig()
         self.policy_version = 0
-        self.stats = RolloutStats()
         self.worker = Worker(
             model,
             self.config,
@@ -102,8 +100,10 @@ class RolloutEngine:
         self.max_row_tokens = self.worker.max_row_tokens
         self.slots = self.worker.slots
         self.streams = self.worker.streams
-        self._meter = open_meter(self.worker.device_uuid)
-        self._clock = BatchClock(self.worker.device)
+        meter = open_meter(self.worker.device_uuid)
+        page_bytes = self.worker.kv_cache.layout.page_bytes
+        self._recorder = Recorder(self.scheduler, meter, page_bytes)
+        self.observer = Observers(self._recorder)
         self._show_plan = show_plan or logger.info
         self._planned = self._paused = self._closed = False
 
@@ -231,19 +231,22 @@ class RolloutEngine:
         try:
             slot, previous = self.slots.flip()
             batch = self.scheduler.schedule(self.policy_version)  # reads no tensor
+            self.observer.planned(batch)
             if batch is not None:
                 slot.stage(batch)  # host: fill the pinned buffers
                 slot.upload()  # h2d stream -> slot.uploaded
                 self.worker.swap.move(batch)  # swap stream: pages to the host and back
                 self.worker.graphs.run(slot)  # compute stream -> slot.computed
                 slot.download()  # d2h stream -> slot.downloaded
-                self._count(batch, slot.staged_bytes)
+                self.observer.launched(batch, slot.staged_bytes)
             if previous.batch is None:
                 return []
             tokens, scores = previous.wait()  # SYNC: the only host wait in a step
-            self._time(previous)
-            completions = self.scheduler.commit(previous.release(), tokens, scores)
-            return self._settled(completions)
+            settled = previous.release()
+            completions = self.scheduler.commit(settled, tokens, scores)
+            self.observer.settled(settled, completions, previous.stamps)
+            self._end_if_idle()
+            return completions
         except BaseException as error:
             self._give_up(error)
             raise
@@ -260,9 +263,7 @@ class RolloutEngine:
         ids = set(rows)  # what is no collection costs no row
         try:
             self.scheduler.abort(ids)
-            if not self.busy:
-                self.streams.hand_back()
-                self._meter.end()
+            self._end_if_idle()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -280,6 +281,47 @@ class RolloutEngine:
             "are the device's own. Copy a trainer before `attach` or after `detach`; its model and "
             "its arguments alone can be copied at any time"
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.worker.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.worker.twin.vocab_size
+
+    @property
+    def stats(self) -> RolloutStats:
+        """Of the rollout that runs, or of the last one."""
+        return self._recorder.stats
+
+    @property
+    def num_live(self) -> int:
+        """Rows in a lane."""
+        return self.scheduler.num_live
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows without a lane."""
+        return self.scheduler.num_waiting
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that are ready to be replayed."""
+        return self.worker.graphs.num_captured
+
+    def observing(self, observer: Observer) -> AbstractContextManager[None]:
+        """Tell `observer` of each batch that is planned, launched or settled inside.
+
+        Example:
+            ```python
+            with engine.observing(tracer):
+                engine.generate(prompts, sampling)
+            ```
+        """
+        return self.observer.including(observer)
 
     @property
     def busy(self) -> bool:
@@ -323,7 +365,7 @@ class RolloutEngine:
             # A scheduler that is half new would lose the rows to come.
             self._give_up(error)
             raise
-        self.stats.sleep_s += time.perf_counter() - began
+        self._recorder.slept(time.perf_counter() - began)
 
     @no_inference_mode
     def wake(self) -> None:
@@ -361,7 +403,7 @@ class RolloutEngine:
         """
         self._check_running()
         self.streams.hand_back()
-        self.stats.attribution.paused()
+        self._recorder.paused()
         self._paused = True
 
     def resume(self, kv: str = "keep", *, same_weights: bool = False) -> None:
@@ -415,34 +457,11 @@ class RolloutEngine:
                 self._closed = True
                 del self.worker, self.slots
 
-    def _count(self, batch: Batch, num_bytes: int) -> None:
-        """Tell telemetry of a batch that was launched."""
-        pages, stats = self.scheduler.pages, self.stats
-        stats.launched(len(batch.rows), pages.num_used, num_bytes)
-        stats.paged(pages.num_shared, pages.num_free)
-        stats.prefilled(batch.num_prefilled, batch.num_attended, batch.num_shared)
-        page_bytes = self.worker.kv_cache.layout.page_bytes
-        stats.preempted(batch.num_preempted, len(batch.offloads) * page_bytes)
-        num_padded = self.worker.graphs.padded(len(batch.rows))
-        stats.attribution.launched(batch, num_padded, self.scheduler.num_waiting)
-
-    def _time(self, slot: IOSlot) -> None:
-        """Tell telemetry when the device ran a batch, which the host has just waited for."""
-        assert slot.batch is not None
-        prefills = len(slot.batch.segments) > 0
-        times, slot.stamps = self._clock.read(slot.stamps, prefills=prefills)
-        self.stats.attribution.ran(times)
-
-    def _settled(self, completions: list[Completion]) -> list[Completion]:
-        lengths = [len(completion.token_ids) for completion in completions]
-        stopped = [c for c in completions if c.finish_reason is FinishReason.STOP]
-        self.stats.ended(lengths, len(stopped))
-        self.stats.settled(sum(lengths))
+    def _end_if_idle(self) -> None:
+        """After the last row, hand the device back to the trainer and complete the stats."""
         if not self.busy:
             self.streams.hand_back()
-            self.stats.device = self._meter.end()
-            self.stats.cast(*self.worker.twin.casts.take())
-        return completions
+            self._recorder.end(*self.worker.twin.casts.take())
 
     @no_inference_mode
     def _enqueue(
@@ -451,12 +470,11 @@ class RolloutEngine:
         """Queue checked requests; on an idle engine this begins a rollout."""
         try:
             if not self.busy:
-                self.stats = RolloutStats()
-                self._clock.begin()
+                self._recorder.begin()
                 self._open_version(same_weights)
                 self.stats.policy_version = self.policy_version
                 if requests:
-                    self._meter.begin()
+                    self._recorder.start_counters()
             rows = self.scheduler.add(requests)
             self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))
             self._prepare()
@@ -482,7 +500,7 @@ class RolloutEngine:
         """Forget every row, live or waiting, and wait until the device has, too."""
         if self._closed:
             return
-        self._meter.end()
+        self._recorder.give_up()
         try:
             self.slots.drain()
             self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
@@ -512,13 +530,13 @@ class RolloutEngine:
         began, before = time.perf_counter(), self.worker.graphs.num_captures
         self.worker.prepare(*self.scheduler.largest_batch())
         num_graphs = self.worker.graphs.num_captures - before
-        self.stats.warmed_up(num_graphs, time.perf_counter() - began)
+        self._recorder.warmed_up(num_graphs, time.perf_counter() - began)
 
     def _grow(self, num_pages: int) -> None:
         """Have so many KV pages at least; those that there are keep what they hold."""
         self.worker.grow(num_pages)
         self.scheduler.pages.grow(num_pages)
-        self.stats.mapped(self.worker.kv_cache.num_bytes, *self.worker.take_costs())
+        self._recorder.mapped(self.worker.kv_cache.num_bytes, *self.worker.take_costs())
 
     def _plan_once(self) -> None:
         """Say before the first batch what memory is taken for what, now that it is."""

@@ -348,7 +348,7 @@ class Rollout:
         growing = self.scheduler._lanes.growing()
         if not batch.segments and set(growing.tolist()) - set(lanes):
             self.seen.add("a row waits for a page in its lane")
-        self.stats.launched(len(lanes), self.scheduler.pages.num_used, 0)
+        self.stats.decoded_rows += len(lanes)
 
     def book_preemption(self, batch: Batch) -> None:
         live = set(self.scheduler._lanes.row.tolist())
@@ -431,7 +431,7 @@ class Rollout:
             else:
                 lane = next(lane for lane, other in self.row_in.items() if other == row)
                 del self.row_in[lane], self.pages[row]
-        self.stats.settled(sum(len(completion.token_ids) for completion in finished))
+        self.stats.generated_tokens += sum(len(c.token_ids) for c in finished)
         self.note(batch, stale)
 
     def check(self) -> None:

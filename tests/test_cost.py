@@ -81,8 +81,8 @@ def test_peaks_are_found_by_whole_names(name, peak):
 
 def engine_on(device):
     cost = Cost(weight_bytes=1000, kv_token_bytes=10, token_operations=7, context_operations=3)
-    worker = SimpleNamespace(device=torch.device(device), cost=lambda: cost)
-    return SimpleNamespace(worker=worker)
+    worker = SimpleNamespace(cost=lambda: cost)
+    return SimpleNamespace(worker=worker, device=torch.device(device))
 
 
 STATS = SimpleNamespace(
@@ -90,7 +90,7 @@ STATS = SimpleNamespace(
     duration_s=2.0,
     prefilled_tokens=2,
     attended_tokens=3,
-    attribution=SimpleNamespace(busy_s=1.5),
+    shares=SimpleNamespace(busy_s=1.5),
 )
 PROMPTS, LENGTHS = [[1, 2, 3], [1, 2, 3], [9]], [2, 3, 1]
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from dataclasses import replace
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -32,24 +32,21 @@ class Terminal:
 
 
 @pytest.mark.parametrize(
-    ("terminal", "trainers_bar", "own_bar", "main", "shown"),
+    ("terminal", "trainers_bar", "main", "shown"),
     [
-        (True, True, False, True, True),
-        (False, True, False, True, False),
-        (True, False, False, True, False),
-        (True, True, True, True, False),
-        (True, True, False, False, False),
+        (True, True, True, True),
+        (False, True, True, False),
+        (True, False, True, False),
+        (True, True, False, False),
     ],
 )
 def test_it_is_shown_where_somebody_looks(
-    tmp_path, monkeypatch, terminal, trainers_bar, own_bar, main, shown
+    tmp_path, monkeypatch, terminal, trainers_bar, main, shown
 ):
     trainer = trl_trainer.build(tmp_path, disable_tqdm=not trainers_bar)
-    config = replace(trl_trainer.ENGINE, progress_bar=own_bar)
-    generator = trl_trainer.attach(trainer, config)
     monkeypatch.setattr(sys, "stderr", Terminal(terminal))
     monkeypatch.setattr(type(trainer.accelerator), "is_main_process", main)
-    assert shows_progress(trainer, generator.engine) is shown
+    assert shows_progress(trainer) is shown
 
 
 @pytest.mark.parametrize(("period_s", "num_shown"), [(0, 40), (100, 1)])
@@ -70,23 +67,19 @@ def test_the_bar_says_what_the_engine_does(monkeypatch):
     screen, now = Terminal(True), [0.0]
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    stats, scheduler = SimpleNamespace(), SimpleNamespace()
-    states = [(2, 600, 10, 7, 3), (4, 1200, 20, 6, 0), (8, 2000, 40, 5, 0)]
-
-    def step():
-        state = states.pop(0)
-        now[0], stats.decoded_rows, stats.decode_steps, *rows = state
-        scheduler.num_live, scheduler.num_waiting = rows
-        return []
-
-    engine = SimpleNamespace(stats=stats, scheduler=scheduler, step=step)
-    with progress(engine, 12, most_tokens=50):
-        for _ in range(3):
-            engine.step()
+    engine = SimpleNamespace(observing=lambda observer: nullcontext(told.append(observer)))
+    told = []
+    with progress(engine, 12, max_new_tokens=50):
+        # Seconds, steps and their rows since the state before; rows live and waiting then.
+        for state in [(2, 10, 60, 7, 3), (4, 10, 60, 6, 0), (8, 20, 40, 5, 0)]:
+            now[0], num_steps, num_rows, engine.num_live, engine.num_waiting = state
+            for _ in range(num_steps):
+                told[0].launched(SimpleNamespace(rows=range(num_rows)), 0)
+            told[0].settled(None, [], None)
     shown = [line for line in screen.text.split("\r") if "tok/s" in line]
     assert "7 live, 300 tok/s]" in shown[0]
-    assert "6 live, 300 tok/s, at most 00:10 to the end]" in shown[1]  # 50 steps of 0.2 s
-    assert "5 live, 250 tok/s, at most 00:06 to the end]" in shown[2]  # 30 of them
+    assert "6 live, 300 tok/s, at most 00:08 to the end]" in shown[1]  # 41 steps of 0.2 s
+    assert "5 live, 250 tok/s, at most 00:04 to the end]" in shown[2]  # 21 of them
 
 
 def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
@@ -94,10 +87,9 @@ def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(trainers.reporting.progress, "_PERIOD_S", 0)
     sampling = [SamplingParams(max_new_tokens=5 + 4 * i) for i in range(6)]
-    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=3, page_tokens=4)) as engine:
-        with progress(engine, 6, 25):
-            engine.generate(tiny.prompts(6), sampling)
-        assert "step" not in vars(engine)
+    config = RolloutConfig(max_rows=3, page_tokens=4)
+    with RolloutEngine(tiny.build(), config) as engine, progress(engine, 6, 25):
+        engine.generate(tiny.prompts(6), sampling)
     shown = [line for line in screen.text.split("\r") if "tok/s" in line]
     first = next(line for line in shown if "1/6" in line)
     assert " live" in first

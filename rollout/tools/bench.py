@@ -25,12 +25,12 @@ from rich.table import Table
 
 from rollout.errors import ConfigError, check_options, is_real
 from rollout.telemetry import timeline
+from rollout.telemetry.roofline import copy_bandwidth
 from rollout.telemetry.stats import RolloutStats
+from rollout.telemetry.trace import Tracer
 from rollout.tools import baselines
 from rollout.tools.baselines import Generate
-from rollout.tools.doctor import copy_bandwidth
 from rollout.tools.engine_run import engine_run, kernel_share
-from rollout.tools.trace import tracing
 from rollout.tools.workload import LENGTHS, MODEL_HELP, Workload, build_model
 
 _SHORT, _TRACED = 2, 130  # new tokens of the runs beside the timed one
@@ -61,7 +61,7 @@ class Measurement:
         warmup_s: Seconds from nothing to the end of a first run of 2 tokens, less `prefill_s`.
         num_graphs: CUDA graphs captured.
         attention: What attends.
-        spent: Largest shares of the whole run's time; see `attribution`.
+        spent: Largest shares of the whole run's time; see `time_shares`.
     """
 
     total_s: float
@@ -128,9 +128,11 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
         numbers = _time(work, run.generate, began, lambda: engine.stats.decode_steps)
         whole, host_us, host_median_us = engine.stats, run.host_us, run.host_median_us
         numbers["peak_gib"] += whole.mapped_bytes / 2**30  # which torch knows nothing of
-        with tracing(engine) as timelines[mode]:
+        tracer = Tracer(engine.device)
+        with engine.observing(tracer):
             run.generate([min(_TRACED, work.new_tokens // 2)] * work.rows)
-        traced, decoding = engine.stats, timelines[mode].decoding()
+        timelines[mode] = tracer.timeline
+        traced, decoding = engine.stats, tracer.timeline.decoding()
         step_s = decoding.span_s("compute") / max(1, len(decoding.on("compute")))
         return Measurement(
             **numbers,
@@ -139,7 +141,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
             host_us=host_us,
             host_median_us=host_median_us,
             h2d_bytes=_slope(traced, whole),
-            num_graphs=engine.worker.graphs.num_captured,
+            num_graphs=engine.num_graphs,
             attention="Triton, paged" if torch.cuda.is_available() else "plain torch, paged",
             spent=whole.largest_shares,
         )

@@ -32,13 +32,10 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Where the time goes": {
         "shares of a rollout": (
             "rollout/time/compute",
-            "rollout/time/host_bound",
-            "rollout/time/h2d_wait",
             "rollout/time/prefill",
-            "rollout/time/padding",
             "rollout/time/tail",
-            "rollout/time/preemption",
             "rollout/time/sleep",
+            "rollout/time/idle",
         ),
         "ms": ("rollout/wake_ms", "rollout/sleep_ms", "rollout/cast_weights_ms"),
         "graphs captured": ("rollout/graphs_captured",),

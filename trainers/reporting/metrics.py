@@ -67,7 +67,7 @@ def _length_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def time_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Where a rollout's time went, as shares that add up to 1; `Attribution` defines them."""
+    """Where a rollout's time went, as shares that add up to 1; `TimeShares` defines them."""
     return {f"rollout/time/{part}": share for part, share in stats.time_shares.items()}
 
 

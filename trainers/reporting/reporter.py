@@ -39,7 +39,7 @@ class Watch:
         self._clock.begin()
         with ExitStack() as inside:
             inside.enter_context(self._traces.recording())
-            if shows_progress(self._trainer, self._engine):
+            if shows_progress(self._trainer):
                 inside.enter_context(progress(self._engine, num_rows, most_tokens))
             yield
 

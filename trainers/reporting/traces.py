@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from rollout.engine import RolloutEngine
 from rollout.telemetry.timeline import Timeline, chrome_trace, draw, open_pyplot
-from rollout.tools.trace import tracing
+from rollout.telemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +56,11 @@ class Traces(TrainerCallback):
         if not self._is_due():
             yield
             return
-        with tracing(self._engine) as timeline:
+        tracer = Tracer(self._engine.device)
+        with self._engine.observing(tracer):
             yield
         step = self._trainer.state.global_step + 1
-        self._kept = _Traced(step, timeline, list(self._engine.stats.lengths))
+        self._kept = _Traced(step, tracer.timeline, list(self._engine.stats.lengths))
         if self._engine.config.trace_period:
             self.save()
 
