@@ -263,7 +263,9 @@ class RolloutEngine:
         ids = set(rows)  # what is no collection costs no row
         try:
             self.scheduler.abort(ids)
-            self._end_if_idle()
+            if not self.busy:
+                self.streams.hand_back()
+                self._recorder.give_up()
         except BaseException as error:
             self._give_up(error)
             raise

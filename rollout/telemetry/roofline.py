@@ -57,8 +57,8 @@ def copy_bandwidth(source: str, target: str) -> float:
 
 def peak_operations(device_name: str) -> float | None:
     """Dense bf16 operations a second of a GPU by name, sparsity not counted; `None`: not known."""
-    words = device_name.replace("-", " ")
-    return next((peak for name, peak in _PEAKS.items() if f"{name} " in f"{words} "), None)
+    spaced = device_name.replace("-", " ")
+    return next((peak for name, peak in _PEAKS.items() if f"{name} " in f"{spaced} "), None)
 
 
 def contexts(prompt_tokens: Sequence[int], new_tokens: Sequence[int]) -> int:

@@ -262,11 +262,11 @@ def main(arguments: list[str]) -> None:
         on_policy=options.on_policy,
     )
     timelines: dict[str, timeline.Timeline] = {}
-    found = {mode: measure(work, mode, timelines) for mode in modes}
+    measurements = {mode: measure(work, mode, timelines) for mode in modes}
     facts = _facts(arguments, work)
-    Console(width=110).print(_table(facts, found))
+    Console(width=110).print(_table(facts, measurements))
     if options.json is not None:
-        numbers = {mode: _plain(measurement) for mode, measurement in found.items()}
+        numbers = {mode: _plain(measurement) for mode, measurement in measurements.items()}
         options.json.write_text(json.dumps({**facts, "modes": numbers}, indent=2))
     if options.timeline is not None and timelines:
         pictured = {mode: kept.decoding().middle(_PICTURE_S) for mode, kept in timelines.items()}
@@ -291,13 +291,13 @@ def _facts(arguments: list[str], work: Workload) -> dict[str, str]:
     }
 
 
-def _table(facts: dict[str, str], found: dict[str, Measurement]) -> Table:
+def _table(facts: dict[str, str], measurements: dict[str, Measurement]) -> Table:
     table = Table(title=facts["command"], caption=", ".join(list(facts.values())[1:4]))
     table.add_column("")
-    for mode in found:
+    for mode in measurements:
         table.add_column(mode, justify="right")
     for name in (field.name for field in fields(Measurement)):
         label, form = _ROWS[name]
-        values = [getattr(measurement, name) for measurement in found.values()]
+        values = [getattr(measurement, name) for measurement in measurements.values()]
         table.add_row(label, *("-" if value != value else form.format(value) for value in values))
     return table

@@ -77,10 +77,10 @@ def _no_virtual_memory() -> str:
 
 def _degraded() -> Iterator[tuple[str, str]]:
     """What is slower or missing here, and why."""
-    found = list(_shortcomings())
-    for shortcoming in found:
+    shortcomings = list(_shortcomings())
+    for shortcoming in shortcomings:
         yield "degraded", shortcoming
-    if not found:
+    if not shortcomings:
         yield "degraded", "nothing"
 
 

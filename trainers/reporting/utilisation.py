@@ -52,7 +52,7 @@ class Utilisation:
         cost = self._engine.worker.cost()  # now: training casts and shards after `attach`
         read = contexts([len(prompt) for prompt in prompts], lengths)
         moved = cost.decode_bytes(stats.engine_steps, read)
-        found = {
+        shares = {
             "rollout/gpu_busy": stats.shares.busy_s / stats.duration_s,
             "rollout/mbu": moved / self._bandwidth / stats.duration_s,
         }
@@ -63,5 +63,5 @@ class Utilisation:
             prefilled = min(sum(wanted), stats.prefilled_tokens)
             attended = min(sum(n * (n + 1) // 2 for n in wanted), stats.attended_tokens)
             ran = cost.operations(sum(lengths) + prefilled, read + attended)
-            found["rollout/mfu"] = ran / self._peak / stats.duration_s
-        return found
+            shares["rollout/mfu"] = ran / self._peak / stats.duration_s
+        return shares
