@@ -191,12 +191,11 @@ def test_every_share_goes_to_its_own_metric(monkeypatch):
 
 
 def test_a_rollouts_line_says_the_most_important():
-    line = summary(finished([10, 1200], 1))
-    assert line == (
-        "rollout of 2 rows under policy version 4: 1,210 tokens in 2.00 s (605 tok/s), 605 a row, "
-        "1,200 at most, 1 stopped; time: idle 100%"
+    assert summary(finished([10, 1200], 1)) == (
+        "rollout: 2 rows, 1,210 tokens, 2.0 s, 605 tok/s; mean length 605, max 1,200, 1 stopped; "
+        "idle 100%"
     )
-    assert summary(RolloutStats()).endswith("time: ")
+    assert summary(RolloutStats()).startswith("rollout: 0 rows, 0 tokens, ")
 
 
 def test_steps_are_measured_without_what_lies_between_them(monkeypatch):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import trl_trainer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 import trainers.reporting.progress
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
@@ -110,27 +111,55 @@ def test_a_training_draws_it_where_it_draws_its_own(tmp_path, monkeypatch):
     assert "8/8" in screen.text
 
 
-def test_a_healthy_training_says_one_line_a_rollout_and_warns_of_nothing(tmp_path, caplog):
-    trainer = trl_trainer.build(tmp_path, max_steps=2)
-    with caplog.at_level(logging.INFO):
-        trl_trainer.attach(trainer)
-        trainer.train()
+@pytest.mark.parametrize("disable_tqdm", [False, True])
+def test_a_terminal_shows_one_line_a_rollout_and_none_of_its_metrics(
+    tmp_path, capsys, caplog, disable_tqdm
+):
+    trainer = trl_trainer.build(tmp_path, max_steps=2, disable_tqdm=disable_tqdm)
+    if disable_tqdm:
+        trainer.add_callback(PrinterCallback)  # TRL's, which `build` has removed
+    generator = trl_trainer.attach(trainer)
+    trainer.train()
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in printed if line.startswith("rollout: 8 rows, ")]
+    assert len(lines) == 2
+    for line in lines:
+        assert "tok/s; mean length" in line
+        assert "compute" in line
+    logged = [line for line in printed if "'reward'" in line]
+    assert len(logged) == 2
+    assert not [line for line in printed if "rollout/" in line]
+    assert len(trl_trainer.logged(trainer, "rollout/time/compute")) == 2
     ours = [r for r in caplog.records if r.name.split(".")[0] in ("rollout", "trainers")]
     assert not [record for record in ours if record.levelno >= logging.WARNING]
-    lines = [record.getMessage() for record in ours if record.name == "trainers.reporting.reporter"]
-    assert len(lines) == 2
-    for version, line in enumerate(lines, start=1):
-        assert line.startswith(f"rollout of 8 rows under policy version {version}: ")
-        assert "tok/s" in line
-        assert "compute" in line
-        assert "\n" not in line
-
-
-def test_other_ranks_say_nothing(tmp_path, monkeypatch, caplog):
-    trainer = trl_trainer.build(tmp_path)
-    generator = trl_trainer.attach(trainer)
-    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
-    with caplog.at_level(logging.INFO):
-        trainer._generate(["xyz"] * 4)
     generator.detach()
-    assert not [record for record in caplog.records if record.name == "trainers.reporting.reporter"]
+    trainer.log({"rollout/left": 1.0})
+    assert disable_tqdm is (
+        "rollout/left" in capsys.readouterr().out
+    )  # a closed bar prints nothing
+
+
+def test_other_ranks_print_nothing(tmp_path, monkeypatch, capsys):
+    trainer = trl_trainer.build(tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
+    generator = trl_trainer.attach(trainer)
+    trainer._generate(["xyz"] * 4)
+    generator.detach()
+    assert "rollout: " not in capsys.readouterr().out
+
+
+def test_a_callback_of_the_users_own_shows_what_it_likes(tmp_path, capsys):
+    shown = []
+
+    class Own(ProgressCallback):
+        def on_log(self, args, state, control, logs=None, **rest):
+            shown.extend(name for name in logs if name.startswith("rollout/length"))
+
+    trainer = trl_trainer.build(tmp_path, max_steps=1)
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(Own())
+    trl_trainer.attach(trainer)
+    trainer.train()
+    assert "rollout/length/mean" in shown
+    assert "rollout: " not in capsys.readouterr().out

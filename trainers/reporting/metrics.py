@@ -72,13 +72,13 @@ def time_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def summary(stats: RolloutStats) -> str:
-    """One line on a rollout."""
+    """One line: rows, tokens, seconds, tokens/s, lengths, and where the time went."""
     lengths = stats.lengths or [0]
     return (
-        f"rollout of {len(stats.lengths)} rows under policy version {stats.policy_version}: "
-        f"{stats.generated_tokens:,} tokens in {stats.duration_s:.2f} s "
-        f"({stats.tokens_per_s:,.0f} tok/s), {sum(lengths) / len(lengths):,.0f} a row, "
-        f"{max(lengths):,} at most, {stats.num_stopped} stopped; time: {stats.largest_shares}"
+        f"rollout: {len(stats.lengths)} rows, {stats.generated_tokens:,} tokens, "
+        f"{stats.duration_s:.1f} s, {stats.tokens_per_s:,.0f} tok/s; "
+        f"mean length {np.mean(lengths):,.0f}, max {max(lengths):,}, "
+        f"{stats.num_stopped} stopped; {stats.largest_shares}"
     )
 
 
