@@ -10,7 +10,7 @@ from trl import RichProgressCallback
 
 # By exact type: a callback that a user derives from these shows what the user wants.
 _PRINTERS = (PrinterCallback, ProgressCallback, RichProgressCallback)
-_OURS = ("rollout/", "eval_rollout/")
+_OURS = ("rollout/", "eval_rollout/", "sampling/raw_", "eval_sampling/raw_")
 
 
 class Terminal:
