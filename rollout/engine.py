@@ -17,9 +17,8 @@ from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import (
     ConfigError,
     EngineBusy,
@@ -78,16 +77,16 @@ class RolloutEngine:
     def __init__(
         self,
         model: nn.Module,
-        config: RolloutConfig | None = None,
+        config: EngineConfig | None = None,
         *,
         autocast_dtype: torch.dtype | None = None,
         float32_head: bool = False,
         param_dtype: torch.dtype | None = None,
         show_plan: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
-        if not isinstance(config, RolloutConfig | None):
-            raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
-        self.config = config or RolloutConfig()
+        if not isinstance(config, EngineConfig | None):
+            raise ConfigError(f"config={config!r:.80}: it must be an EngineConfig(...)")
+        self.config = config or EngineConfig()
         self.policy_version = 0
         self.stats = RolloutStats()
         self.worker = Worker(
@@ -136,11 +135,9 @@ class RolloutEngine:
         """
         done: dict[int, Completion] = {}
         stream = self.stream(prompts, sampling, seeds, same_weights=same_weights)
-        bar = tqdm(total=len(prompts), unit="row", disable=not self.config.progress_bar)
-        with closing(stream), bar:  # an interrupt can come between two steps
+        with closing(stream):  # an interrupt can come between two steps
             for completion in stream:
                 done[completion.row] = completion
-                bar.update()
         return [done[row] for row in sorted(done)]
 
     def stream(

@@ -11,7 +11,7 @@ from hypothesis import given
 from simulation import Rollout, depths, many
 from test_preemption import tight
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.scheduler.batch import Admission, Batch, Segment
 from rollout.telemetry import device_time as stamps
 from rollout.telemetry.device_time import BatchClock, Stamps
@@ -286,7 +286,7 @@ def check(stats):
 @pytest.mark.parametrize("num_slots", [1, 2])
 @pytest.mark.parametrize("wrap", [lambda engine: engine, fakes.with_lagging_device])
 def test_shares_of_any_rollout_add_up_to_1(wrap, num_slots):
-    config = RolloutConfig(**SMALL, num_slots=num_slots)
+    config = EngineConfig(**SMALL, num_slots=num_slots)
     lengths = [4, 5, 6, 7, 8, 9, 40]  # in whatever order, the last one ends alone
     sampling = [SamplingParams(max_new_tokens=length) for length in lengths]
     with wrap(RolloutEngine(tiny.build(), config)) as engine:
@@ -320,7 +320,7 @@ def test_batches_and_the_time_between_them_leave_nothing_out(monkeypatch, wrap, 
 
     monkeypatch.setattr(stamps, "HostStamp", Tick)
     monkeypatch.setattr(BatchClock, "read", reading)
-    with wrap(RolloutEngine(tiny.build(), RolloutConfig(**SMALL, num_slots=num_slots))) as engine:
+    with wrap(RolloutEngine(tiny.build(), EngineConfig(**SMALL, num_slots=num_slots))) as engine:
         engine.generate(tiny.prompts(9), SamplingParams(max_new_tokens=7))
     assert len(times) == engine.stats.engine_steps
     # The first two of all stamps are those of the first upload, and the third is its start.
@@ -333,7 +333,7 @@ def test_batches_and_the_time_between_them_leave_nothing_out(monkeypatch, wrap, 
 def test_what_is_measured_is_what_the_test_measures():
     """The time of the steps' batches, taken from outside."""
     spent = [0.0]
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         run = engine.worker.graphs.run
 
         def timed(slot):
@@ -352,7 +352,7 @@ def test_what_is_measured_is_what_the_test_measures():
 
 
 def test_a_pause_and_giving_memory_back_are_sleep():
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         engine.submit([9, 10], SamplingParams(max_new_tokens=6))
         for _ in range(3):
             engine.step()
@@ -368,14 +368,14 @@ def test_a_pause_and_giving_memory_back_are_sleep():
 
 
 def test_memory_for_rows_that_have_no_token_is_all_that_there_was():
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         engine.abort([engine.submit([9, 10], SamplingParams(max_new_tokens=6))])
         engine.sleep()
         assert check(engine.stats)["sleep"] == pytest.approx(1)
 
 
 def test_memory_that_grows_within_a_pause_is_not_counted_twice(monkeypatch):
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         grow = engine.worker.kv_cache._arena._grow
 
         def slow(num_bytes):
@@ -396,9 +396,9 @@ def test_memory_that_grows_within_a_pause_is_not_counted_twice(monkeypatch):
 @pytest.mark.parametrize("offload_bytes", [0, 1 << 20])
 def test_rows_that_pages_run_short_for_cost_time(offload_bytes):
     config = {**SMALL, "offload_bytes": offload_bytes}
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         page_bytes = engine.worker.kv_cache.layout.page_bytes
-    config = RolloutConfig(**config, kv_bytes=16 * page_bytes)
+    config = EngineConfig(**config, kv_bytes=16 * page_bytes)
     sampling = [SamplingParams(max_new_tokens=14 + 5 * i) for i in range(8)]
     with RolloutEngine(tiny.build(), config) as engine:
         engine.generate([[9, 10, 11]] * 8, sampling)

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from rollout import EngineClosed, RequestError, RolloutConfig, RolloutError
-from trainers import RolloutGenerator
+from rollout import EngineClosed, RequestError, RolloutError
+from trainers import RolloutConfig, RolloutGenerator
 
 
 def spy(generator):

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.tools.trace import tracing
 from rollout.tools.workload import build_model
 from trainers.reporting.utilisation import Utilisation
@@ -13,7 +13,7 @@ from trainers.reporting.utilisation import Utilisation
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [[7 + row, *range(100, 163)] for row in range(13)]
-CONFIG = RolloutConfig(max_rows=13, max_row_tokens=512, kv_bytes=1 << 30)
+CONFIG = EngineConfig(max_rows=13, max_row_tokens=512, kv_bytes=1 << 30)
 
 
 @pytest.fixture(scope="module")

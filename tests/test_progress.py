@@ -3,7 +3,6 @@
 import logging
 import sys
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ import tiny
 import trl_trainer
 
 import trainers.reporting.progress
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from trainers.reporting.progress import progress, shows_progress
 
 
@@ -32,24 +31,21 @@ class Terminal:
 
 
 @pytest.mark.parametrize(
-    ("terminal", "trainers_bar", "own_bar", "main", "shown"),
+    ("terminal", "trainers_bar", "main", "shown"),
     [
-        (True, True, False, True, True),
-        (False, True, False, True, False),
-        (True, False, False, True, False),
-        (True, True, True, True, False),
-        (True, True, False, False, False),
+        (True, True, True, True),
+        (False, True, True, False),
+        (True, False, True, False),
+        (True, True, False, False),
     ],
 )
 def test_it_is_shown_where_somebody_looks(
-    tmp_path, monkeypatch, terminal, trainers_bar, own_bar, main, shown
+    tmp_path, monkeypatch, terminal, trainers_bar, main, shown
 ):
     trainer = trl_trainer.build(tmp_path, disable_tqdm=not trainers_bar)
-    config = replace(trl_trainer.ENGINE, progress_bar=own_bar)
-    generator = trl_trainer.attach(trainer, config)
     monkeypatch.setattr(sys, "stderr", Terminal(terminal))
     monkeypatch.setattr(type(trainer.accelerator), "is_main_process", main)
-    assert shows_progress(trainer, generator.engine) is shown
+    assert shows_progress(trainer) is shown
 
 
 @pytest.mark.parametrize(("period_s", "num_shown"), [(0, 40), (100, 1)])
@@ -57,7 +53,7 @@ def test_it_is_drawn_now_and_then_and_in_the_end(monkeypatch, period_s, num_show
     screen = Terminal(True)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(trainers.reporting.progress, "_PERIOD_S", period_s)
-    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=4, page_tokens=4)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(max_rows=4, page_tokens=4)) as engine:
         sampling = [SamplingParams(max_new_tokens=37 + i) for i in range(4)]
         with progress(engine, 4, 40):
             engine.generate(tiny.prompts(4), sampling)
@@ -94,7 +90,7 @@ def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(trainers.reporting.progress, "_PERIOD_S", 0)
     sampling = [SamplingParams(max_new_tokens=5 + 4 * i) for i in range(6)]
-    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=3, page_tokens=4)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(max_rows=3, page_tokens=4)) as engine:
         with progress(engine, 6, 25):
             engine.generate(tiny.prompts(6), sampling)
         assert "step" not in vars(engine)

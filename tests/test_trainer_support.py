@@ -19,7 +19,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rollout import ConfigError, EngineClosed, RolloutEngine, RolloutError, UnsupportedTrainer
+from rollout import (
+    ConfigError,
+    EngineClosed,
+    EngineConfig,
+    RolloutEngine,
+    RolloutError,
+    UnsupportedTrainer,
+)
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
 from trainers.adapter.engine import _place
@@ -364,8 +371,10 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
 
 
 def test_an_engine_that_was_closed_and_a_config_of_another_kind_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"config=\{'max_rows': 8\}: it must be a RolloutConfig"):
-        RolloutGenerator({"max_rows": 8})
+    for config in ({"max_rows": 8}, EngineConfig(max_rows=8)):
+        message = r"config=.*'?max_rows'?.*: it must be a trainers\.RolloutConfig\(\.\.\.\), which"
+        with pytest.raises(ConfigError, match=message):
+            RolloutGenerator(config)
     trainer = trl_trainer.build(tmp_path)
     trl_trainer.attach(trainer).engine.close()
     with pytest.raises(EngineClosed, match="make a new one"):

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, get_scheduler
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout.model.attention import _HARMLESS
@@ -271,8 +271,6 @@ PPO_CALLS = {
     (Accelerator, "reduce"): "tensor reduction",
     (Accelerator, "gather"): "tensor",
     (PeftModel, "get_base_model"): "",
-    (TrlParser, "set_defaults_with_config"): "kwargs",
-    (TrlParser, "parse_known_args"): "args namespace",
 }
 
 
@@ -399,25 +397,6 @@ def rollout(trainer):
 def test_one_completion_a_prompt_is_refused_by_the_config_alone(tmp_path):
     with pytest.raises(ValueError, match="at least 2 generations"):
         GRPOConfig(output_dir=str(tmp_path), num_generations=1, use_cpu=True, bf16=False)
-
-
-def test_names_of_arguments_reach_the_parser_as_they_were_written(tmp_path):
-    """Those of YAML as keywords, and those of the command line as words."""
-    seen = []
-
-    class Parser(TrlParser):
-        def set_defaults_with_config(self, **kwargs):
-            seen.append(kwargs)
-            return super().set_defaults_with_config(**kwargs)
-
-        def parse_known_args(self, args=None, namespace=None):
-            seen.append(args)
-            return super().parse_known_args(args, namespace)
-
-    path = tmp_path / "config.yaml"
-    path.write_text("use_cpu: true\nbf16: false\n")
-    Parser((GRPOConfig,)).parse_args_and_config(["--config", str(path), "--beta=0.1"])
-    assert seen == [{"use_cpu": True, "bf16": False}, ["--beta=0.1"]]
 
 
 @each_family

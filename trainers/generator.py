@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Self
 
-from rollout.config import RolloutConfig
 from rollout.errors import ConfigError, UnsupportedTrainer
 from rollout.exact.setup import prepare_trainer
 from rollout.request import Completion
@@ -21,6 +20,7 @@ from trainers.adapter.ranks import Meeting, RowBalance, agree
 from trainers.adapter.row_seeds import RowSeeds
 from trainers.adapter.sampling import announce, loss_temperature, row_sampling
 from trainers.adapter.seams import find_seam, settings_of
+from trainers.config import RolloutConfig
 from trainers.reporting.metrics import gap_metrics, log_metrics
 from trainers.reporting.reporter import Watch
 
@@ -56,7 +56,10 @@ class RolloutGenerator:
 
     def __init__(self, config: RolloutConfig | None = None) -> None:
         if not isinstance(config, RolloutConfig | None):
-            raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
+            raise ConfigError(
+                f"config={config!r:.80}: it must be a trainers.RolloutConfig(...), which takes all "
+                "arguments of an EngineConfig"
+            )
         self.config = config or RolloutConfig()
         self._trainer: Any = None
         self._settings: Any = None
@@ -214,7 +217,7 @@ class RolloutGenerator:
             if self.config.exact:
                 model = trainer.accelerator.unwrap_model(trainer.model)
                 self._undo_exact = prepare_trainer(model, self.engine.worker.narrow)
-            self._watch = Watch(trainer, self.engine)
+            self._watch = Watch(trainer, self.engine, self.config)
         except BaseException:
             self._undo_exact()
             self.engine.close()

@@ -8,12 +8,12 @@ from rich.console import Console
 from torch import nn
 from tqdm import tqdm
 
-from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.errors import UnsupportedTrainer
 from rollout.memory.plan import MemoryPlan
 from trainers.adapter.seams import settings_of
 from trainers.adapter.support import check_trainer
+from trainers.config import RolloutConfig
 
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from rollout.config import RolloutConfig
 from rollout.errors import UnsupportedTrainer
+from trainers.config import RolloutConfig
 from trainers.generator import RolloutGenerator
 from trainers.ppo.advantages import (
     at_last,

@@ -15,9 +15,9 @@ from rollout.tools.trace import wrapped
 _PERIOD_S = 0.2
 
 
-def shows_progress(trainer: Any, engine: RolloutEngine) -> bool:
+def shows_progress(trainer: Any) -> bool:
     """Whether a person looks on: at the main process's terminal, with the trainer's own bar."""
-    wanted = not (trainer.args.disable_tqdm or engine.config.progress_bar)
+    wanted = not trainer.args.disable_tqdm
     return wanted and trainer.accelerator.is_main_process and sys.stderr.isatty()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rollout.engine import RolloutEngine
 from rollout.request import Completion
 from rollout.telemetry.stats import RolloutStats
+from trainers.config import RolloutConfig
 from trainers.reporting.metrics import log_metrics, rollout_metrics, summary, time_metrics
 from trainers.reporting.progress import progress, shows_progress
 from trainers.reporting.step_timer import StepClock
@@ -23,12 +24,13 @@ class Watch:
     Args:
         trainer: The TRL trainer.
         engine: Its engine, which has not run yet.
+        config: What its generator was given.
     """
 
-    def __init__(self, trainer: Any, engine: RolloutEngine) -> None:
+    def __init__(self, trainer: Any, engine: RolloutEngine, config: RolloutConfig) -> None:
         self._trainer, self._engine = trainer, engine
         self._utilisation = Utilisation(engine)
-        self._clock, self._traces = StepClock(trainer), Traces(trainer, engine)
+        self._clock, self._traces = StepClock(trainer), Traces(trainer, engine, config)
         self._unrested = list[RolloutStats]()
         for callback in (self._clock, self._traces):
             trainer.add_callback(callback)
@@ -39,7 +41,7 @@ class Watch:
         self._clock.begin()
         with ExitStack() as inside:
             inside.enter_context(self._traces.recording())
-            if shows_progress(self._trainer, self._engine):
+            if shows_progress(self._trainer):
                 inside.enter_context(progress(self._engine, num_rows, most_tokens))
             yield
 
