@@ -11,7 +11,7 @@ d2h                      <0         <1
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -27,6 +27,7 @@ from rollout.errors import (
     OutOfMemory,
     RolloutError,
 )
+from rollout.exact.linear import Shape
 from rollout.memory.plan import MemoryPlan
 from rollout.request import Completion, FinishReason, Request
 from rollout.runner.slots import IOSlot
@@ -35,8 +36,10 @@ from rollout.sampling_params import SamplingParams
 from rollout.scheduler.batch import Batch
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.validation import Limits, build_requests
+from rollout.scheduler.waiting import Lengths
 from rollout.telemetry.device_time import BatchClock
 from rollout.telemetry.gpu_counters import open_meter
+from rollout.telemetry.roofline import Cost
 from rollout.telemetry.stats import RolloutStats
 
 logger = logging.getLogger(__name__)
@@ -289,11 +292,6 @@ class RolloutEngine:
         """Whether there is no memory that `sleep` could give back."""
         return self._closed or self.worker.asleep
 
-    @property
-    def num_gathered(self) -> int:
-        """How often a sharded parameter was gathered from all ranks."""
-        return 0 if self._closed else self.worker.twin.num_gathered
-
     @no_inference_mode
     def sleep(self) -> None:
         """Give the memory of KV pages and of cast weights back, until `wake` or the next row.
@@ -411,6 +409,51 @@ class RolloutEngine:
             finally:
                 self._closed = True
                 del self.worker, self.slots
+
+    # What a trainer asks of its engine.
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches run."""
+        return self.worker.device
+
+    @property
+    def num_live(self) -> int:
+        """Rows that have a lane."""
+        return self.scheduler.num_live
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait for a lane."""
+        return self.scheduler.num_waiting
+
+    @property
+    def expected_lengths(self) -> Lengths:
+        """Completion lengths of earlier prompts; rows are admitted by them."""
+        return self.scheduler.lengths
+
+    @property
+    def exact_shapes(self) -> Mapping[Shape, int]:
+        """Layers that exact mode computes with the batch-invariant product, by their shape."""
+        return self.worker.narrow
+
+    def cost(self) -> Cost:
+        """The least bytes and operations of a token, with the weights that rollouts read now."""
+        return self.worker.cost()
+
+    @property
+    def num_gathered(self) -> int:
+        """How often a sharded parameter was gathered from all ranks."""
+        return 0 if self._closed else self.worker.twin.num_gathered
+
+    def join_gathers(self, num_done: int) -> None:
+        """Join the gathers that other ranks still wait for, and keep nothing of them.
+
+        Args:
+            num_done: Parameters of this rollout that this rank has already gathered.
+        """
+        self._check_open()
+        self.worker.twin.give_parts(num_done)
 
     def _count(self, batch: Batch, num_bytes: int) -> None:
         """Tell telemetry of a batch that was launched."""

@@ -79,7 +79,7 @@ def test_bandwidth_and_operations_are_used_in_part(model):
         found = utilisation.metrics(
             stats, PROMPTS, [lengths(row).max_new_tokens for row in range(13)]
         )
-        weights = stats.engine_steps * engine.worker.cost().weight_bytes
+        weights = stats.engine_steps * engine.cost().weight_bytes
     assert 0 < found["rollout/mfu"] < found["rollout/mbu"] < 1
     # Of the bandwidth that it has measured itself: others may be at work on this GPU at times.
     least = weights / utilisation._bandwidth / stats.duration_s

@@ -66,16 +66,16 @@ def test_the_bar_says_what_the_engine_does(monkeypatch):
     screen, now = Terminal(True), [0.0]
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    stats, scheduler = SimpleNamespace(), SimpleNamespace()
+    stats = SimpleNamespace()
     states = [(2, 600, 10, 7, 3), (4, 1200, 20, 6, 0), (8, 2000, 40, 5, 0)]
 
     def step():
         state = states.pop(0)
         now[0], stats.decoded_rows, stats.decode_steps, *rows = state
-        scheduler.num_live, scheduler.num_waiting = rows
+        engine.num_live, engine.num_waiting = rows
         return []
 
-    engine = SimpleNamespace(stats=stats, scheduler=scheduler, step=step)
+    engine = SimpleNamespace(stats=stats, step=step)
     with progress(engine, 12, most_tokens=50):
         for _ in range(3):
             engine.step()

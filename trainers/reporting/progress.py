@@ -45,7 +45,7 @@ class _Watch:
     def step(self, step: Callable[[], list[Completion]]) -> list[Completion]:
         """Run a step, and show where the rollout is."""
         done = step()
-        if self._tail_began is None and not self._engine.scheduler.num_waiting:
+        if self._tail_began is None and not self._engine.num_waiting:
             self._tail_began = self._engine.stats.decode_steps
         self._bar.n += len(done)
         now = time.perf_counter()
@@ -57,7 +57,7 @@ class _Watch:
 
     def _state(self, seconds: float) -> str:
         stats = self._engine.stats
-        text = f"{self._engine.scheduler.num_live} live, {stats.decoded_rows / seconds:,.0f} tok/s"
+        text = f"{self._engine.num_live} live, {stats.decoded_rows / seconds:,.0f} tok/s"
         if self._tail_began is None or not stats.decode_steps:
             return text
         # The last row to get a lane has got it, and has so many steps at most.

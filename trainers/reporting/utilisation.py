@@ -33,7 +33,7 @@ class Utilisation:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._bandwidth = self._peak = None
-        device = engine.worker.device
+        device = engine.device
         if device.type == "cuda":
             self._bandwidth = copy_bandwidth("cuda", "cuda")
             self._peak = peak_operations(torch.cuda.get_device_name(device))
@@ -50,7 +50,7 @@ class Utilisation:
         """
         if not (self._bandwidth and stats.duration_s):
             return {}
-        cost = self._engine.worker.cost()  # now: training casts and shards after `attach`
+        cost = self._engine.cost()  # now: training casts and shards after `attach`
         read = contexts([len(prompt) for prompt in prompts], lengths)
         moved = cost.decode_bytes(stats.engine_steps, read)
         found = {
