@@ -11,15 +11,14 @@ d2h                      <0         <1
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import (
     ConfigError,
     EngineBusy,
@@ -28,15 +27,18 @@ from rollout.errors import (
     OutOfMemory,
     RolloutError,
 )
+from rollout.exact.linear import Shape
 from rollout.memory.plan import MemoryPlan
 from rollout.request import Completion, Request
 from rollout.runner.worker import Worker, is_out_of_memory
 from rollout.sampling_params import SamplingParams
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.validation import Limits, build_requests
+from rollout.scheduler.waiting import Lengths
 from rollout.telemetry.gpu_counters import open_meter
 from rollout.telemetry.observer import Observer, Observers
 from rollout.telemetry.recorder import Recorder
+from rollout.telemetry.roofline import Cost
 from rollout.telemetry.stats import RolloutStats
 
 logger = logging.getLogger(__name__)
@@ -77,16 +79,16 @@ class RolloutEngine:
     def __init__(
         self,
         model: nn.Module,
-        config: RolloutConfig | None = None,
+        config: EngineConfig | None = None,
         *,
         autocast_dtype: torch.dtype | None = None,
         float32_head: bool = False,
         param_dtype: torch.dtype | None = None,
         show_plan: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
-        if not isinstance(config, RolloutConfig | None):
-            raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
-        self.config = config or RolloutConfig()
+        if not isinstance(config, EngineConfig | None):
+            raise ConfigError(f"config={config!r:.80}: it must be an EngineConfig(...)")
+        self.config = config or EngineConfig()
         self.policy_version = 0
         self.worker = Worker(
             model,
@@ -136,11 +138,9 @@ class RolloutEngine:
         """
         done: dict[int, Completion] = {}
         stream = self.stream(prompts, sampling, seeds, same_weights=same_weights)
-        bar = tqdm(total=len(prompts), unit="row", disable=not self.config.progress_bar)
-        with closing(stream), bar:  # an interrupt can come between two steps
+        with closing(stream):  # an interrupt can come between two steps
             for completion in stream:
                 done[completion.row] = completion
-                bar.update()
         return [done[row] for row in sorted(done)]
 
     def stream(
@@ -336,11 +336,6 @@ class RolloutEngine:
         """Whether there is no memory that `sleep` could give back."""
         return self._closed or self.worker.asleep
 
-    @property
-    def num_gathered(self) -> int:
-        """How often a sharded parameter was gathered from all ranks."""
-        return 0 if self._closed else self.worker.twin.num_gathered
-
     @no_inference_mode
     def sleep(self) -> None:
         """Give the memory of KV pages and of cast weights back, until `wake` or the next row.
@@ -458,6 +453,36 @@ class RolloutEngine:
             finally:
                 self._closed = True
                 del self.worker, self.slots
+
+    # What a trainer asks of its engine.
+
+    @property
+    def expected_lengths(self) -> Lengths:
+        """Completion lengths of earlier prompts; rows are admitted by them."""
+        return self.scheduler.lengths
+
+    @property
+    def exact_shapes(self) -> Mapping[Shape, int]:
+        """Layers that exact mode computes with the batch-invariant product, by their shape."""
+        return self.worker.narrow
+
+    def cost(self) -> Cost:
+        """The least bytes and operations of a token, with the weights that rollouts read now."""
+        return self.worker.cost()
+
+    @property
+    def num_gathered(self) -> int:
+        """How often a sharded parameter was gathered from all ranks."""
+        return 0 if self._closed else self.worker.twin.num_gathered
+
+    def join_gathers(self, num_done: int) -> None:
+        """Join the gathers that other ranks still wait for, and keep nothing of them.
+
+        Args:
+            num_done: Parameters of this rollout that this rank has already gathered.
+        """
+        self._check_open()
+        self.worker.twin.give_parts(num_done)
 
     def _end_if_idle(self) -> None:
         """After the last row, hand the device back to the trainer and complete the stats."""

@@ -1,11 +1,11 @@
 """How a row's tokens are drawn, and when it ends."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
-from rollout.errors import RequestError, check_count, is_real, reject_unknown
+from rollout.errors import RequestError, check_count, is_real, refuse_unknown
 from rollout.stop_strings import StopStrings
 
 # Logits divided by less could overflow; by more they would be multiplied by 0, which -inf must not.
@@ -45,6 +45,7 @@ class Draw(IntEnum):
     """Those, without the tokens that would complete a word which the device holds of the row."""
 
 
+@refuse_unknown(RequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one row's tokens are drawn, and when it ends.
@@ -124,11 +125,6 @@ class SamplingParams:
     def long_words(self) -> tuple[tuple[int, ...], ...]:
         """Those of `bad_words_ids` that have more than one token."""
         return tuple(word for word in self.bad_words_ids if len(word) > 1)
-
-    def __new__(cls, **knobs: Any) -> Self:
-        """Refuse unknown names with an error that knows the right ones."""
-        reject_unknown(RequestError, cls.__name__, knobs, [field.name for field in fields(cls)])
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_count(RequestError, "max_new_tokens", self.max_new_tokens)

@@ -18,8 +18,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from rollout import RolloutConfig
-from trainers import RolloutGenerator
+from trainers import RolloutConfig, RolloutGenerator
 
 GENERATORS = {
     "close": {},

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.request import Completion, FinishReason, Request
 from rollout.sampling_params import SamplingParams
 from rollout.scheduler.batch import Batch
@@ -80,7 +80,7 @@ class Device:
     """
 
     def __init__(
-        self, config: RolloutConfig, max_row_pages: int, requests: list[Request] | None = None
+        self, config: EngineConfig, max_row_pages: int, requests: list[Request] | None = None
     ) -> None:
         num_lanes, self.page_tokens = config.max_rows, config.page_tokens
         self.prompts = {r.seed: r.prompt[:-1].tolist() for r in requests or []}
@@ -199,7 +199,7 @@ class Workload:
     `growths`; steps count from 0. Every `version_steps` the weights change.
     """
 
-    config: RolloutConfig
+    config: EngineConfig
     requests: list[Request]
     arrivals: list[int]
     spare_pages: int
@@ -225,7 +225,7 @@ def make_request(
 @st.composite
 def workloads(draw, *, resets=False, max_spare_pages=12) -> Workload:
     """Up to 14 rows that arrive while others run, on 1 to 5 lanes."""
-    config = RolloutConfig(
+    config = EngineConfig(
         max_rows=draw(st.integers(1, 5)),
         page_tokens=draw(st.integers(1, 6)),
         prefill_tokens=draw(st.integers(1, 20)),

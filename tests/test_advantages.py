@@ -1,13 +1,10 @@
 """Advantages against numbers worked out by hand, and against their definition."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.ppo import advantages
 from trainers.ppo.advantages import (
     bootstrap_values,
     gae,
@@ -76,7 +73,7 @@ def test_three_tokens_worked_out_by_hand(gamma, lam, wanted):
 
 
 @given(batches(), st.floats(0.5, 1.0))
-def test_the_scan_is_the_definition(batch, gamma):
+def test_the_loop_is_the_definition(batch, gamma):
     rewards, values, mask, lam, bootstrap = batch
     found, returns = gae(rewards, values, mask, gamma, lam, bootstrap)
     close(found, by_definition(rewards, values, mask, gamma, lam, bootstrap))
@@ -84,23 +81,12 @@ def test_the_scan_is_the_definition(batch, gamma):
 
 
 @given(batches())
-def test_the_closed_form_is_the_scan(batch):
+def test_the_closed_form_is_the_loop(batch):
     rewards, values, mask, lam, bootstrap = batch
     closed = gae(rewards, values, mask, 1.0, 1.0, bootstrap)
-    scanned = gae(rewards, values, mask, 1.0, torch.ones_like(lam), bootstrap)
-    for found, wanted in zip(closed, scanned, strict=True):
+    looped = gae(rewards, values, mask, 1.0, torch.ones_like(lam), bootstrap)
+    for found, wanted in zip(closed, looped, strict=True):
         close(found, wanted)
-
-
-def test_many_chunks_of_chunks_are_the_definition(monkeypatch):
-    monkeypatch.setattr(advantages, "_CHUNK", 16)
-    generator = torch.Generator().manual_seed(0)
-    width = 16**2 + 70
-    rewards, values = torch.randn(2, 2, width, generator=generator, dtype=DOUBLE)
-    mask = torch.rand(2, width, generator=generator) > 0.1
-    lam, bootstrap = torch.tensor([0.9, 0.999], dtype=DOUBLE), torch.tensor([0.0, 2.0])
-    found, _ = gae(rewards, values, mask, 0.99, lam, bootstrap)
-    close(found, by_definition(rewards, values, mask, 0.99, lam, bootstrap))
 
 
 def test_float32_is_close_to_float64():
@@ -243,34 +229,3 @@ def test_nothing_to_whiten_gives_zeros():
     assert not whiten(torch.full((2, 3), 7.0), torch.ones(2, 3)).any()
     mean, variance = masked_moments(torch.randn(2, 3), torch.zeros(2, 3))
     assert (mean, variance) == (0, 0)
-
-
-def by_a_loop(rewards, values, mask, gamma, lam):
-    """From each token to the one before it, all rows at a time."""
-    found, after, advantage = torch.zeros_like(values), torch.zeros(len(lam)), torch.zeros(len(lam))
-    for place in reversed(range(values.shape[1])):
-        kept, value = mask[:, place], values[:, place]
-        here = rewards[:, place] + gamma * after - value + gamma * lam * advantage
-        found[:, place] = here * kept
-        advantage, after = torch.where(kept, here, advantage), torch.where(kept, value, after)
-    return found
-
-
-def least_seconds(work, repeats):
-    """Of the CPU: others on the machine slow memory down, and never speed it up."""
-    times = []
-    for _ in range(repeats):
-        begin = time.process_time()
-        work()
-        times.append(time.process_time() - begin)
-    return min(times)
-
-
-def test_64_rows_of_16K_take_a_fraction_of_a_loop_over_their_tokens():
-    """Less than a twentieth on an idle core; `-s` prints the times."""
-    rewards, values = torch.randn(2, 64, 16384)
-    given = rewards, values, torch.rand(64, 16384) > 0.3, 0.999, torch.rand(64)
-    close(gae(*given)[0], by_a_loop(*given), atol=1e-4, rtol=1e-4)
-    scan, loop = least_seconds(lambda: gae(*given), 40), least_seconds(lambda: by_a_loop(*given), 2)
-    print(f"64 rows x 16,384: {scan * 1e3:.0f} ms, a loop {loop * 1e3:.0f} ms")  # noqa: T201
-    assert scan < loop / 6

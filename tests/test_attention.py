@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.errors import UnsupportedModel
 from rollout.memory.kv_cache import KVCache, KVLayout
 from rollout.model.attention import PagedAttention, number_layers, paged_attention_forward
@@ -102,7 +102,7 @@ def test_what_paged_attention_does_not_know_is_refused_by_name():
 
 def test_a_prefill_ends_when_the_last_layer_has_stored_its_keys_and_values():
     model, ran = tiny.build(), []
-    with RolloutEngine(model, RolloutConfig(max_rows=2, page_tokens=4)) as engine:
+    with RolloutEngine(model, EngineConfig(max_rows=2, page_tokens=4)) as engine:
         for index, layer in enumerate(engine.worker.twin.base.model.layers):
             layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
         tiny.assert_on_policy(engine, model)

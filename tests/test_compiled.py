@@ -10,13 +10,13 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map_only
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.exact import ops as exact_ops
 from rollout.model import twin
 from rollout.model.compile import compile_layers
 from rollout.model.twin import Twin
 
-CONFIG = RolloutConfig(
+CONFIG = EngineConfig(
     max_rows=4, page_tokens=4, prefill_tokens=20, compile_layers=True, fuse_projections=True
 )
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, eos_token_ids=(tiny.EOS,))

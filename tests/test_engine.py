@@ -9,13 +9,13 @@ import tiny
 import torch
 
 import rollout.runner.worker
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 
 SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 11}
 
 
 def engine_for(model, **changes):
-    return RolloutEngine(model, RolloutConfig(**{**SMALL, **changes}))
+    return RolloutEngine(model, EngineConfig(**{**SMALL, **changes}))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -326,12 +326,6 @@ def test_logits_that_are_not_numbers_are_an_error_not_a_completion():
         with torch.no_grad():
             model.lm_head.weight.copy_(healthy)
         assert len(engine.generate([[9]], SamplingParams(max_new_tokens=5))) == 1
-
-
-def test_progress_bar_counts_rows(capsys):
-    with engine_for(tiny.build(), progress_bar=True) as engine:
-        engine.generate(tiny.prompts(6), SamplingParams(max_new_tokens=3))
-    assert "6/6" in capsys.readouterr().err
 
 
 def test_stats_count_what_was_done():

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rollout import (
     ConfigError,
-    RolloutConfig,
+    EngineConfig,
     RolloutEngine,
     SamplingParams,
     UnsupportedModel,
@@ -148,7 +148,7 @@ def test_embeddings_that_are_resized_later_are_refused():
 
 def test_other_words_are_refused():
     with pytest.raises(ConfigError, match="on_policy='near': it must be 'close' or 'exact'"):
-        RolloutConfig(on_policy="near")
+        EngineConfig(on_policy="near")
 
 
 def test_experts_in_float32_are_refused():
@@ -207,7 +207,7 @@ def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autoca
     sizes |= {"num_experts": 32, "moe_intermediate_size": 128} if family == "qwen3_moe" else {}
     dtype = torch.bfloat16 if autocast is None else torch.float32
     model = tiny.build(family, **sizes).to("cuda", dtype)
-    config = RolloutConfig(page_tokens=16, prefill_tokens=500)
+    config = EngineConfig(page_tokens=16, prefill_tokens=500)
     found = differences(model, config, num_tokens=200, autocast_dtype=autocast, compiled=compiled)
     assert [difference for difference in found if difference.rows] == []
     assert len(found) >= (3 if compiled else 30)

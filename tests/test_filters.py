@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RequestError, RolloutEngine, SamplingParams
 from rollout.kernels.penalties import penalise
 from rollout.kernels.philox import gumbel
 from rollout.kernels.top_k_top_p import keep
@@ -225,7 +225,7 @@ def params(asked, max_new_tokens=20):
 def test_rows_of_every_kind_together_are_those_of_transformers(num_slots):
     model, prompts = tiny.build(), tiny.prompts(len(ASKED) * 2, seed=4)
     sampling = [params(asked) for asked in ASKED] * 2
-    config = RolloutConfig(**SMALL, num_slots=num_slots, kept_mass=True, entropies=True)
+    config = EngineConfig(**SMALL, num_slots=num_slots, kept_mass=True, entropies=True)
     with RolloutEngine(model, config) as engine:
         completions = engine.generate(prompts, sampling)
     means = []
@@ -246,7 +246,7 @@ def test_rows_of_every_kind_together_are_those_of_transformers(num_slots):
 
 
 def test_a_top_k_beyond_any_vocabulary_keeps_all():
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         found = [
             engine.generate([[9, 10]] * 2, params({"top_k": k, "top_p": 0.9}))
             for k in (0, 2**63 - 1, 10**400)
@@ -263,7 +263,7 @@ def test_penalties_of_counts_reach_the_device():
         for name, weight in model.named_parameters():
             if name.endswith(("lm_head.weight", "embed_tokens.weight")):
                 weight.mul_(0.02)  # so that logits differ by less than the penalty
-    with RolloutEngine(model, RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(model, EngineConfig(**SMALL)) as engine:
         (completion,) = engine.generate([[9, 10]], how)
     assert len(set(completion.token_ids)) == 40
 
@@ -273,7 +273,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened():
     asked = [{"repetition_penalty": 1.3, "frequency_penalty": 0.4}, {"top_k": 5}, *ASKED[5:]]
     sampling = [params(asked[i % len(asked)] | {"eos_token_ids": ()}, 30 + i) for i in range(8)]
     sampling[3] = params({"min_new_tokens": 31, "eos_token_ids": tuple(range(0, 60, 3))}, 33)
-    roomy = RolloutConfig(**fakes.ROOM)
+    roomy = EngineConfig(**fakes.ROOM)
     with fakes.with_history_model(RolloutEngine(tiny.build(), roomy)) as engine:
         wanted = engine.generate(prompts, sampling)
         assert engine.stats.preemptions == 0
@@ -289,7 +289,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened():
 def test_a_lane_forgets_the_marks_of_the_row_before():
     prompts, plain = tiny.prompts(6, seed=5), params({"eos_token_ids": ()})
     barred = params({"suppress_tokens": tuple(range(2, tiny.VOCAB, 2))})
-    config = RolloutConfig(max_rows=2, page_tokens=4)
+    config = EngineConfig(max_rows=2, page_tokens=4)
     with fakes.with_history_model(RolloutEngine(tiny.build(), config)) as engine:
         wanted = engine.generate(prompts, plain)
         assert engine.worker.lanes.filters is None
@@ -302,7 +302,7 @@ def test_a_lane_forgets_the_marks_of_the_row_before():
 
 
 def test_a_batch_takes_what_one_of_its_rows_needs():
-    config = RolloutConfig(max_rows=2, page_tokens=4)
+    config = EngineConfig(max_rows=2, page_tokens=4)
     with RolloutEngine(tiny.build(), config) as engine:
         seen, run = [], engine.worker.graphs.run
         engine.worker.graphs.run = lambda slot: (seen.append(slot.batch.draw), run(slot))
@@ -326,7 +326,7 @@ def test_a_batch_takes_what_one_of_its_rows_needs():
     ids=str,
 )
 def test_tokens_that_cannot_be_barred_are_named(asked, message):
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         with pytest.raises(RequestError, match=message):
             engine.generate([[9]], params(asked))
         engine.generate([[9]], params({"eos_token_ids": (99,)}))  # never drawn, and no harm

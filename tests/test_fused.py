@@ -9,11 +9,11 @@ import trl_trainer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.exact.linear import NarrowLinear, make_narrow, make_plain
 from rollout.model.projections import fuse, lay_together
 
-FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
+FUSED = EngineConfig(max_rows=4, page_tokens=4, fuse_projections=True)
 SIX = SamplingParams(max_new_tokens=6)
 
 
@@ -109,7 +109,7 @@ def test_cast_weights_lie_together_unasked():
 
 def test_nothing_is_fused_unless_asked():
     model = tiny.build()
-    with RolloutEngine(model, RolloutConfig(max_rows=4, page_tokens=4)) as engine:
+    with RolloutEngine(model, EngineConfig(max_rows=4, page_tokens=4)) as engine:
         assert engine.worker.twin.num_fused == 0
     assert fuse(model) == 0
 
@@ -118,7 +118,7 @@ def test_training_ends_in_the_same_weights(tmp_path):
     results = []
     for fused in (False, True):
         trainer = trl_trainer.build(tmp_path / str(fused), max_steps=5)
-        config = RolloutConfig(max_rows=5, page_tokens=4, fuse_projections=fused)
+        config = trl_trainer.RolloutConfig(max_rows=5, page_tokens=4, fuse_projections=fused)
         trl_trainer.attach(trainer, config)
         trainer.train()
         assert max(trl_trainer.logged(trainer, "rollout/logp_gap")) < 1e-5

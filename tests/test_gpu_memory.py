@@ -14,7 +14,7 @@ import tiny
 import torch
 
 import rollout.memory.arena
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.memory.arena import MappedArena, PlainArena
 from rollout.memory.kv_cache import KVCache
 from rollout.scheduler.waiting import Lengths  # noqa: F401 -- for the script below
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB, GIB = 2**20, 2**30
-CONFIG = RolloutConfig(max_rows=24, page_tokens=16, prefill_tokens=64, compile_layers=False)
+CONFIG = EngineConfig(max_rows=24, page_tokens=16, prefill_tokens=64, compile_layers=False)
 # Pages of 6 MiB, as real models have them: few enough for a list.
 LARGE = replace(CONFIG, page_tokens=8192)
 # cuBLAS keeps a workspace for each stream that it has met, and CUDA loads kernels on first use.

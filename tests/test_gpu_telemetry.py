@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.telemetry.recorder import Recorder
 from rollout.telemetry.trace import Tracer
 from rollout.tools.workload import build_model
@@ -14,7 +14,7 @@ from trainers.reporting.utilisation import Utilisation
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [[7 + row, *range(100, 163)] for row in range(13)]
-CONFIG = RolloutConfig(max_rows=13, max_row_tokens=512, kv_bytes=1 << 30)
+CONFIG = EngineConfig(max_rows=13, max_row_tokens=512, kv_bytes=1 << 30)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_bandwidth_and_operations_are_used_in_part(model):
         found = utilisation.metrics(
             stats, PROMPTS, [lengths(row).max_new_tokens for row in range(13)]
         )
-        weights = stats.engine_steps * engine.worker.cost().weight_bytes
+        weights = stats.engine_steps * engine.cost().weight_bytes
     assert 0 < found["rollout/mfu"] < found["rollout/mbu"] < 1
     # Of the bandwidth that it has measured itself: others may be at work on this GPU at times.
     least = weights / utilisation._bandwidth / stats.duration_s

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.kernels import flash
 from rollout.kernels import paged_attention as torch_attention
 from rollout.kernels import sample as torch_sample
@@ -390,7 +390,7 @@ def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkey
     monkeypatch.setattr("rollout.runner.forward.sample", sample_triton.sample)
     model, prompts = tiny.build(family), [[9], [10, 11, 12, 13, 14, 15, 16, 17], [19, 20]]
     sampling = SamplingParams(max_new_tokens=3, temperature=0.0, eos_token_ids=(tiny.EOS,))
-    config = RolloutConfig(max_rows=2, page_tokens=4, prefill_tokens=5)
+    config = EngineConfig(max_rows=2, page_tokens=4, prefill_tokens=5)
     with RolloutEngine(model, config) as engine:
         completions = engine.generate(prompts, sampling)
     model.eval()

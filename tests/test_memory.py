@@ -9,7 +9,7 @@ import torch
 
 import rollout.memory.arena
 import rollout.memory.virtual_memory
-from rollout import RolloutConfig
+from rollout import EngineConfig
 from rollout.memory.arena import MappedArena, PlainArena, make_room, max_kv_bytes, open_arena
 from rollout.memory.kv_cache import KVCache, KVLayout
 from rollout.memory.virtual_memory import AddressRange, why_no_virtual_memory
@@ -292,9 +292,9 @@ def test_pages_may_take_a_share_of_what_is_free_cached_or_theirs(driver, monkeyp
     }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     driver.free = 200
-    assert max_kv_bytes(RolloutConfig(kv_fraction=0.5), GPU, besides=100) == 300
-    assert max_kv_bytes(RolloutConfig(kv_bytes=9), GPU, besides=100) == 9
-    assert max_kv_bytes(RolloutConfig(), CPU, besides=100) is None
+    assert max_kv_bytes(EngineConfig(kv_fraction=0.5), GPU, besides=100) == 300
+    assert max_kv_bytes(EngineConfig(kv_bytes=9), GPU, besides=100) == 9
+    assert max_kv_bytes(EngineConfig(), CPU, besides=100) is None
 
 
 # --- which kind

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.exact.attention import EXACT_ATTENTION, exact_attention
 from rollout.telemetry.device_time import Stamps
 from rollout.telemetry.gpu_counters import NoMeter
@@ -30,7 +30,7 @@ from rollout.tools.workload import SHAPES, Workload, build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.perf, pytest.mark.slow]
 
-CONFIG = RolloutConfig(max_rows=128, max_row_tokens=17_000, kv_fraction=0.95, fuse_projections=True)
+CONFIG = EngineConfig(max_rows=128, max_row_tokens=17_000, kv_fraction=0.95, fuse_projections=True)
 SHARES = [
     (32, 600, 0.70),
     (32, 4400, 0.85),

@@ -5,7 +5,7 @@ import tiny
 import torch
 import trl_trainer
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.model.twin import Twin
 
 KINDS = {
@@ -77,7 +77,7 @@ def test_where_nothing_is_cast_nothing_is_logged_of_it(tmp_path):
 
 
 def test_each_update_in_a_rollout_is_a_cast_of_its_own():
-    config = trl_trainer.RolloutConfig(max_rows=2, page_tokens=4)
+    config = EngineConfig(max_rows=2, page_tokens=4)
     with RolloutEngine(tiny.build(), config, autocast_dtype=torch.bfloat16) as engine:
         engine.submit([9, 10], SamplingParams(max_new_tokens=6))
         engine.step()

@@ -12,7 +12,7 @@ import trl_trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 import trainers.reporting.progress
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from trainers.reporting.progress import progress, shows_progress
 
 
@@ -55,7 +55,7 @@ def test_it_is_drawn_now_and_then_and_in_the_end(monkeypatch, period_s, num_show
     screen = Terminal(True)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(trainers.reporting.progress, "_PERIOD_S", period_s)
-    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=4, page_tokens=4)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(max_rows=4, page_tokens=4)) as engine:
         sampling = [SamplingParams(max_new_tokens=37 + i) for i in range(4)]
         with progress(engine, 4, 40):
             engine.generate(tiny.prompts(4), sampling)
@@ -88,7 +88,7 @@ def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(trainers.reporting.progress, "_PERIOD_S", 0)
     sampling = [SamplingParams(max_new_tokens=5 + 4 * i) for i in range(6)]
-    config = RolloutConfig(max_rows=3, page_tokens=4)
+    config = EngineConfig(max_rows=3, page_tokens=4)
     with RolloutEngine(tiny.build(), config) as engine, progress(engine, 6, 25):
         engine.generate(tiny.prompts(6), sampling)
     shown = [line for line in screen.text.split("\r") if "tok/s" in line]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tiny
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.telemetry.observer import Observer
 from rollout.telemetry.stats import RolloutStats
 
-CONFIG = RolloutConfig(max_rows=3, page_tokens=4, prefill_tokens=9)
+CONFIG = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=9)
 
 
 class Witness(Observer):
@@ -77,7 +77,7 @@ def test_counts_are_those_of_the_batches_that_ran():
 
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_each_batch_is_planned_launched_and_settled_in_that_order(num_slots):
-    config = RolloutConfig(max_rows=3, page_tokens=4, num_slots=num_slots)
+    config = EngineConfig(max_rows=3, page_tokens=4, num_slots=num_slots)
     with RolloutEngine(tiny.build(), config) as engine:
         witness = observed(engine, tiny.prompts(5), SamplingParams(max_new_tokens=4))
         engine.generate(tiny.prompts(2), SamplingParams(max_new_tokens=2))  # not told of

@@ -23,7 +23,7 @@ from simulation import (
     workloads,
 )
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import RolloutError
 from rollout.request import Request
 from rollout.scheduler.admission import Admitter
@@ -71,7 +71,7 @@ def test_rules_1_and_3_a_row_reads_only_its_own_kv(work, depth):
 
 
 def test_rule_3_an_overrun_does_not_touch_the_lanes_next_row():
-    scheduler = Scheduler(RolloutConfig(max_rows=1, page_tokens=2), 4)
+    scheduler = Scheduler(EngineConfig(max_rows=1, page_tokens=2), 4)
     scheduler.pages.grow(5)
     first = scheduler.add([make_request(0, 1, 8, eos_token_ids=(3,))])
     second = scheduler.add([make_request(1, 1, 2, eos_token_ids=(3,))])
@@ -111,7 +111,7 @@ def test_rule_4_only_a_stop_overruns_and_by_one_token(work, depth):
 
 def test_rule_5_not_finished_while_a_batch_is_in_flight():
     work = Workload(
-        RolloutConfig(), [make_request(0, 1, 9, eos_token_ids=EOS_SETS[-1])], [0], 0, {}, None
+        EngineConfig(), [make_request(0, 1, 9, eos_token_ids=EOS_SETS[-1])], [0], 0, {}, None
     )
     rollout = Rollout(work, depth=2)
     rollout.add(work.requests[0])
@@ -184,7 +184,7 @@ def test_with_the_pages_wanted_no_row_waits_for_pages(work, depth):
 
 
 def test_growing_keeps_rows_going():
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=1), 20)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=1), 20)
     scheduler.pages.grow(1 + 3)
     first, second = scheduler.add([make_request(seed, 1, 20) for seed in range(2)])
     # Each takes one page, and is expected to come to hold two.
@@ -224,7 +224,7 @@ def ending(scheduler, *rows):
 
 
 def test_a_row_that_was_overtaken_is_looked_at_when_one_lane_is_free_as_before():
-    scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=1), 32)
+    scheduler = Scheduler(EngineConfig(max_rows=3, page_tokens=1), 32)
     scheduler.pages.grow(1 + 20)
 
     def add(*prompts):
@@ -245,7 +245,7 @@ def test_a_row_that_was_overtaken_is_looked_at_when_one_lane_is_free_as_before()
 
 
 def test_a_row_is_looked_at_when_its_beginning_has_become_known():
-    scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=1, prefill_tokens=4), 32)
+    scheduler = Scheduler(EngineConfig(max_rows=3, page_tokens=1, prefill_tokens=4), 32)
     scheduler.pages.grow(1 + 16)
     first = make_request(0, 9, 9)
     second = replace(make_request(1, 1, 9), prompt=np.append(first.prompt, 7))
@@ -258,7 +258,7 @@ def test_a_row_is_looked_at_when_its_beginning_has_become_known():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=1), 4)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=1), 4)
     scheduler.pages.grow(9)
     lost = scheduler.add([make_request(seed, 2, 3) for seed in range(3)])
     batch = scheduler.schedule(1)
@@ -308,13 +308,13 @@ def test_workloads_come_by_the_hard_places(place):
 
 
 def test_the_device_sees_a_page_with_two_rows():
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=4), 2)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=4), 2)
     scheduler.pages.grow(5)
     for seed in range(2):
         scheduler.add([make_request(seed, 2, 3)])
     batch = scheduler.schedule(1)
     batch.new_pages[:, 2] = 1
-    device = Device(RolloutConfig(max_rows=2, page_tokens=4), 2)
+    device = Device(EngineConfig(max_rows=2, page_tokens=4), 2)
     with pytest.raises(AssertionError, match="row 0 reads another row's KV"):
         device.run(batch)
 
@@ -332,7 +332,7 @@ NEVER = StopStrings(["a" * 20 + "c"], text_of, VOCAB)
 )
 def test_256_rows_cost_little_a_step(max_new, stop):
     num_steps, random = 200, np.random.default_rng(0)
-    scheduler = Scheduler(RolloutConfig(max_rows=256, page_tokens=16), 1100)
+    scheduler = Scheduler(EngineConfig(max_rows=256, page_tokens=16), 1100)
     for seed, limit in enumerate(random.integers(*max_new, 2000, endpoint=True).tolist()):
         scheduler.add([make_request(seed, 20, limit, eos_token_ids=(0, 1), stop_strings=stop)])
     scheduler.pages.grow(scheduler.pages_wanted())

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.model.twin import Twin
 from rollout.model.weights import held_weights
 
-CONFIG = RolloutConfig(max_rows=4, page_tokens=4, prefill_tokens=20)
+CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=20)
 SAMPLING = SamplingParams(max_new_tokens=6)
 
 
@@ -42,7 +42,7 @@ def rows_of(engine, **how):
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
 def test_rollouts_of_a_sharded_model_are_those_of_the_whole_one(family, fused):
     whole, model = tiny.build(family), tiny.build(family)
-    config = RolloutConfig(**{**vars(CONFIG), "fuse_projections": fused})
+    config = EngineConfig(**{**vars(CONFIG), "fuse_projections": fused})
     with RolloutEngine(whole, config) as engine, RolloutEngine(model, config) as other:
         assert rows_of(other) == rows_of(engine)
         shard(model)  # as `train()` does after `attach`

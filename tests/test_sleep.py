@@ -15,8 +15,8 @@ import rollout.scheduler.scheduler
 from rollout import (
     EngineBusy,
     EngineClosed,
+    EngineConfig,
     OutOfMemory,
-    RolloutConfig,
     RolloutEngine,
     SamplingParams,
 )
@@ -26,7 +26,7 @@ from rollout.scheduler.host_pages import HostPages
 
 pytestmark = pytest.mark.usefixtures("no_memory_of_lengths")
 
-CONFIG = RolloutConfig(max_rows=4, page_tokens=4, prefill_tokens=11)
+CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=11)
 AUTOCAST = pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 FIVE = SamplingParams(max_new_tokens=5)
 

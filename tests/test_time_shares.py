@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.sampling_params import Draw
 from rollout.scheduler.batch import Plan, Segment
 from rollout.telemetry import device_time
@@ -163,7 +163,7 @@ EITHER_DEVICE = pytest.mark.parametrize(
 @pytest.mark.parametrize("num_slots", [1, 2])
 @EITHER_DEVICE
 def test_shares_of_any_rollout_add_up_to_1(wrap, num_slots):
-    config = RolloutConfig(**SMALL, num_slots=num_slots)
+    config = EngineConfig(**SMALL, num_slots=num_slots)
     lengths = [4, 5, 6, 7, 8, 9, 40]  # in whatever order, the last one ends alone
     sampling = [SamplingParams(max_new_tokens=length) for length in lengths]
     with wrap(RolloutEngine(tiny.build(), config)) as engine:
@@ -193,7 +193,7 @@ def test_batches_and_the_time_between_them_leave_nothing_out(monkeypatch, wrap, 
 
     monkeypatch.setattr(device_time, "HostStamp", Tick)
     monkeypatch.setattr("rollout.telemetry.recorder.BatchClock", Clock)
-    with wrap(RolloutEngine(tiny.build(), RolloutConfig(**SMALL, num_slots=num_slots))) as engine:
+    with wrap(RolloutEngine(tiny.build(), EngineConfig(**SMALL, num_slots=num_slots))) as engine:
         engine.generate(tiny.prompts(9), SamplingParams(max_new_tokens=7))
     assert len(times) == engine.stats.engine_steps
     # Before the first start lie the two stamps of an upload, after the last end that of a download.
@@ -205,7 +205,7 @@ def test_batches_and_the_time_between_them_leave_nothing_out(monkeypatch, wrap, 
 def test_what_is_measured_is_what_the_test_measures():
     """The time of the steps' batches, taken from outside."""
     spent = [0.0]
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         run = engine.worker.graphs.run
 
         def timed(slot):
@@ -224,7 +224,7 @@ def test_what_is_measured_is_what_the_test_measures():
 
 
 def test_a_pause_and_giving_memory_back_are_sleep():
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         engine.submit([9, 10], SamplingParams(max_new_tokens=6))
         for _ in range(3):
             engine.step()
@@ -240,14 +240,14 @@ def test_a_pause_and_giving_memory_back_are_sleep():
 
 
 def test_memory_for_rows_that_have_no_token_is_all_that_there_was():
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         engine.abort([engine.submit([9, 10], SamplingParams(max_new_tokens=6))])
         engine.sleep()
         assert check(engine.stats)["sleep"] == pytest.approx(1)
 
 
 def test_memory_that_grows_within_a_pause_is_not_counted_twice(monkeypatch):
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         grow = engine.worker.kv_cache._arena._grow
 
         def slow(num_bytes):

@@ -12,9 +12,10 @@ import wandb
 from matplotlib.colors import to_hex
 from trl import TrlParser
 
-from rollout import ConfigError, RolloutConfig, RolloutEngine, SamplingParams
+from rollout import ConfigError, EngineConfig, RolloutEngine, SamplingParams
 from rollout.telemetry import timeline
 from rollout.telemetry.trace import Tracer
+from trainers import RolloutConfig
 from trainers.reporting import traces
 from trainers.reporting.traces import draw_lengths, draw_progress
 
@@ -98,7 +99,7 @@ def test_a_picture_that_fails_is_warned_of_and_ends_nothing(tmp_path, monkeypatc
 
 
 def test_a_trace_is_every_batch_in_microseconds():
-    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=3, page_tokens=4)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(max_rows=3, page_tokens=4)) as engine:
         tracer = Tracer(engine.device)
         with engine.observing(tracer):
             engine.generate(tiny.prompts(5), SamplingParams(max_new_tokens=6))

@@ -8,10 +8,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import EngineConfig, RequestError, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.model.twin import Twin
 
-SMALL = RolloutConfig(max_rows=4, page_tokens=4)
+SMALL = EngineConfig(max_rows=4, page_tokens=4)
 SIX = SamplingParams(max_new_tokens=6)
 
 

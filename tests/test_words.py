@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
-from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RequestError, RolloutEngine, SamplingParams
 from rollout.kernels.philox import gumbel
 from rollout.kernels.words import bar_words, push
 from rollout.request import Request
@@ -131,7 +131,7 @@ def words_of_what_came(prompts, completions):
 def test_rows_with_and_without_words_are_those_of_transformers(num_slots, temperature):
     model, prompts = tiny.build(), tiny.prompts(9, seed=4)
     how = {"temperature": temperature, "eos_token_ids": ()}
-    with RolloutEngine(model, RolloutConfig(**SMALL, num_slots=num_slots)) as engine:
+    with RolloutEngine(model, EngineConfig(**SMALL, num_slots=num_slots)) as engine:
         plain = engine.generate(prompts, params([], **how))
         assert engine.worker.lanes.filters is None
         words = list(words_of_what_came(prompts, [c.token_ids for c in plain]))
@@ -151,7 +151,7 @@ def test_rows_with_and_without_words_are_those_of_transformers(num_slots, temper
 
 def test_preempted_rows_and_lanes_with_a_new_row_know_what_they_end_with():
     prompts, model = tiny.prompts(8, seed=3), tiny.build()
-    roomy = RolloutConfig(**fakes.ROOM)
+    roomy = EngineConfig(**fakes.ROOM)
     with fakes.with_history_model(RolloutEngine(model, roomy)) as engine:
         plain = engine.generate(prompts, params([], 30, eos_token_ids=()))
         words = list(words_of_what_came(prompts, [c.token_ids for c in plain]))
@@ -171,14 +171,14 @@ def test_preempted_rows_and_lanes_with_a_new_row_know_what_they_end_with():
 def test_a_row_that_joins_with_longer_words_leaves_the_others_theirs():
     model, prompts = tiny.build(), tiny.prompts(2, seed=6)
     how = {"temperature": 0, "eos_token_ids": ()}
-    with fakes.with_history_model(RolloutEngine(model, RolloutConfig(**SMALL))) as engine:
+    with fakes.with_history_model(RolloutEngine(model, EngineConfig(**SMALL))) as engine:
         plain = [c.token_ids for c in engine.generate(prompts, params([], **how))]
         words = [plain[0][7:9]], [plain[1][first:9] for first in range(8)]
         sampling = [params(row, **how) for row in words]
         alone = [engine.generate([p], how)[0] for p, how in zip(prompts, sampling, strict=True)]
         assert all(c.token_ids[8] != ids[8] for c, ids in zip(alone, plain, strict=True))
     done = []
-    with fakes.with_history_model(RolloutEngine(model, RolloutConfig(**SMALL))) as engine:
+    with fakes.with_history_model(RolloutEngine(model, EngineConfig(**SMALL))) as engine:
         engine.submit(prompts[0], sampling[0])
         for _ in range(4):
             done += engine.step()
@@ -197,7 +197,7 @@ def test_graphs_of_words_go_unless_their_table_is_known_to_have_stayed(monkeypat
             raise ends
         return ends
 
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         forgotten = []
         monkeypatch.setattr(engine.worker.graphs, "forget", forgotten.append)
         monkeypatch.setattr(engine.worker.lanes, "open_filters", open_filters)
@@ -207,7 +207,7 @@ def test_graphs_of_words_go_unless_their_table_is_known_to_have_stayed(monkeypat
 
 
 def test_words_travel_once_and_a_batch_without_them_does_without():
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         seen, run = [], engine.worker.graphs.run
         engine.worker.graphs.run = lambda slot: (
             seen.append((slot.batch.draw, slot.words.staged_bytes, slot.staged_bytes)),
@@ -257,7 +257,7 @@ def test_words_of_another_form_are_refused(words):
     ids=["one", "first of two", "all but EOS", "all"],
 )
 def test_words_that_the_model_does_not_know_or_that_leave_nothing_are_named(words, message):
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         if message is None:
             assert engine.generate([[9]], params(words))[0].token_ids == [tiny.EOS]
             return

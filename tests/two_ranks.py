@@ -149,8 +149,7 @@ write(found)
 
 LEARN = """
 from trl import GRPOConfig, GRPOTrainer
-from rollout import RolloutConfig
-from trainers import RolloutGenerator
+from trainers import RolloutConfig, RolloutGenerator
 tokenizer = run_length.build_tokenizer()
 trainer = GRPOTrainer(
     model=run_length.build_model(tokenizer, seed=0),

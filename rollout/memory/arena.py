@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.memory.plan import kv_limit
 from rollout.memory.virtual_memory import AddressRange, why_no_virtual_memory
 
@@ -228,7 +228,7 @@ def make_room(num_bytes: int, device: torch.device) -> int:
     return max(0, torch.cuda.mem_get_info(device)[0] - free)
 
 
-def max_kv_bytes(config: RolloutConfig, device: torch.device, besides: int) -> int | None:
+def max_kv_bytes(config: EngineConfig, device: torch.device, besides: int) -> int | None:
     """Bytes that KV pages may take on `device` now.
 
     Args:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 
 _GIB = 2**30
 
 
-def kv_limit(config: RolloutConfig, free_bytes: int | None) -> int | None:
+def kv_limit(config: EngineConfig, free_bytes: int | None) -> int | None:
     """Most bytes that KV pages may take.
 
     Args:
@@ -21,7 +21,7 @@ def kv_limit(config: RolloutConfig, free_bytes: int | None) -> int | None:
         Bytes, or `None` for no limit.
 
     Example:
-        >>> kv_limit(RolloutConfig(kv_fraction=0.5, train_reserve_bytes=20), 100)
+        >>> kv_limit(EngineConfig(kv_fraction=0.5, train_reserve_bytes=20), 100)
         40
     """
     if config.kv_bytes is not None or free_bytes is None:
@@ -59,7 +59,7 @@ class MemoryPlan:
     kv_limit: int | None
     page: int
     free: int | None
-    config: RolloutConfig
+    config: EngineConfig
 
     @property
     def in_rollout(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import UnsupportedModel
 from rollout.exact.linear import Narrow
 from rollout.exact.setup import LEAST_ROWS, batch_invariant_shapes
@@ -45,7 +45,7 @@ class Worker:
     def __init__(
         self,
         model: nn.Module,
-        config: RolloutConfig,
+        config: EngineConfig,
         autocast_dtype: torch.dtype | None,
         *,
         float32_head: bool = False,

@@ -208,9 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kv-gib", type=float, help="most memory for keys and values")
     parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
-    parser.add_argument("--fuse-projections", action="store_true", help="see RolloutConfig")
+    parser.add_argument("--fuse-projections", action="store_true", help="see EngineConfig")
     parser.add_argument(
-        "--on-policy", default="close", choices=("close", "exact"), help="see RolloutConfig"
+        "--on-policy", default="close", choices=("close", "exact"), help="see EngineConfig"
     )
     parser.add_argument("--modes", default="two-slot,one-slot", help=f"of {','.join(MODES)}")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")

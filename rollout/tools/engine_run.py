@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
 from rollout.request import Completion, Ints
 from rollout.sampling_params import SamplingParams
@@ -98,7 +98,7 @@ class EngineRun:
 @contextmanager
 def engine_run(work: Workload, num_slots: int) -> Iterator[EngineRun]:
     """The engine with one slot or two; no trainer needs memory beside it."""
-    config = RolloutConfig(
+    config = EngineConfig(
         max_rows=work.rows,
         max_row_tokens=work.prompt_tokens + work.new_tokens,
         num_slots=num_slots,

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
 from rollout.errors import check_options
 from rollout.exact.setup import prepare_trainer
@@ -39,7 +39,7 @@ class Difference:
 
 def differences(
     model: nn.Module,
-    config: RolloutConfig,
+    config: EngineConfig,
     *,
     num_rows: int = 32,
     num_tokens: int = 300,
@@ -149,7 +149,7 @@ def main(arguments: list[str], console: Console) -> None:
     model = build_model(options.model, device, options.lora_rank)
     sizes: dict[str, Any] = {"num_rows": options.rows, "num_tokens": options.tokens}
     for compiled in (False, True) if device.type == "cuda" else (False,):
-        compared = differences(model, RolloutConfig(), compiled=compiled, **sizes)
+        compared = differences(model, EngineConfig(), compiled=compiled, **sizes)
         unequal = [difference for difference in compared if difference.rows]
         for difference in unequal[:_SHOWN]:
             console.print(

@@ -28,5 +28,5 @@ class RowSeeds:
         self._calls[mode] += 1
         rank = trainer.accelerator.process_index
         key = (trainer.args.seed, step, mode == "eval", call, rank)
-        words = np.random.SeedSequence(key).generate_state(num_rows, np.uint64)
-        return [int(word) for word in words >> np.uint64(1)]
+        seeds = np.random.SeedSequence(key).generate_state(num_rows, np.uint64)
+        return [int(seed) for seed in seeds >> np.uint64(1)]

@@ -7,6 +7,7 @@ from typing import Any
 from rollout.engine import RolloutEngine
 from rollout.request import Completion
 from rollout.telemetry.stats import RolloutStats
+from trainers.config import RolloutConfig
 from trainers.reporting.metrics import log_metrics, rollout_metrics, summary, time_metrics
 from trainers.reporting.progress import progress, shows_progress
 from trainers.reporting.step_timer import StepClock
@@ -21,12 +22,13 @@ class Watch:
     Args:
         trainer: The TRL trainer.
         engine: Its engine, which has not run yet.
+        config: What its generator was given.
     """
 
-    def __init__(self, trainer: Any, engine: RolloutEngine) -> None:
+    def __init__(self, trainer: Any, engine: RolloutEngine, config: RolloutConfig) -> None:
         self._trainer, self._engine = trainer, engine
         self._utilisation = Utilisation(engine)
-        self._clock, self._traces = StepClock(trainer), Traces(trainer, engine)
+        self._clock, self._traces = StepClock(trainer), Traces(trainer, engine, config)
         self._terminal = Terminal(trainer)
         self._unrested = list[RolloutStats]()
         for callback in (self._clock, self._traces):

@@ -49,7 +49,7 @@ class Utilisation:
         """
         if not (self._bandwidth and stats.duration_s):
             return {}
-        cost = self._engine.worker.cost()  # now: training casts and shards after `attach`
+        cost = self._engine.cost()  # now: training casts and shards after `attach`
         read = contexts([len(prompt) for prompt in prompts], lengths)
         moved = cost.decode_bytes(stats.engine_steps, read)
         shares = {
