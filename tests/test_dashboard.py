@@ -53,7 +53,7 @@ def test_every_panel_is_laid_out_in_the_project(workspaces, capsys):
     assert {panel.x for panel in panels} == {dashboard.X}
     names = [name for panel in panels for name in panel.y]
     assert len(names) == len(set(names))
-    assert all(name.startswith(("train/rollout/", "train/sampling/")) for name in names)
+    assert all(name.startswith(("train/rollout/", "train/sampling/", "profiling/")) for name in names)
     assert {f"train/rollout/time/{share}" for share in SHARES} <= set(names)
     assert {type(panel) for panel in pictured.panels} == {workspaces.MediaBrowser}
     pictures = [key for panel in pictured.panels for key in panel.media_keys]

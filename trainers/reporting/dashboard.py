@@ -18,6 +18,12 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "share of a step": ("rollout/step_share",),
         "used of the GPU": ("rollout/gpu_busy", "rollout/mbu", "rollout/mfu"),
         "seconds": ("rollout/duration_s",),
+        "TRL's own timings, seconds": (
+            "profiling/Time taken: GRPOTrainer._prepare_inputs",
+            "profiling/Time taken: GRPOTrainer.vLLM.generate",
+            "profiling/Time taken: GRPOTrainer._calculate_rewards",
+            "profiling/Time taken: GRPOTrainer.compute_loss",
+        ),
         "rows live": ("rollout/rows_live", "rollout/overrun_rows"),
         "driver's counters": (
             "rollout/gpu_sm_active",
@@ -85,6 +91,11 @@ PICTURES = {
 }
 
 
+def _logged(metric: str) -> str:
+    """A metric's name in W&B: TRL logs its timings itself, past the trainer's prefix."""
+    return metric if metric.startswith("profiling/") else f"train/{metric}"
+
+
 def save(project: str, entity: str | None = None) -> str:
     """Lay the panels out in a W&B project; returns the address.
 
@@ -104,7 +115,7 @@ def save(project: str, entity: str | None = None) -> str:
         ) from error
     panels = {
         name: [
-            LinePlot(title=title, x=X, y=[f"train/{metric}" for metric in metrics])
+            LinePlot(title=title, x=X, y=[_logged(metric) for metric in metrics])
             for title, metrics in section.items()
         ]
         for name, section in SECTIONS.items()
