@@ -46,8 +46,8 @@ def test_every_panel_is_laid_out_in_the_project(workspaces, capsys):
     saved = workspaces.Workspace.saved
     assert (saved.entity, saved.project, saved.name) == ("me", "mine", "Rollouts")
     *plotted, pictured = saved.sections
-    found = {section.name: [panel.title for panel in section.panels] for section in plotted}
-    assert found == {name: list(panels) for name, panels in dashboard.SECTIONS.items()}
+    titles = {section.name: [panel.title for panel in section.panels] for section in plotted}
+    assert titles == {name: list(panels) for name, panels in dashboard.SECTIONS.items()}
     panels = [panel for section in plotted for panel in section.panels]
     assert {type(panel) for panel in panels} == {workspaces.LinePlot}
     assert {panel.x for panel in panels} == {dashboard.X}
