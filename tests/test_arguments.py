@@ -49,10 +49,10 @@ def test_every_field_is_an_argument_and_may_stand_in_the_yaml(tmp_path):
     wanted, path = RolloutConfig(**VALUES), tmp_path / "config.yaml"
     assert set(VALUES) == {field.name for field in fields(RolloutConfig)}
     assert all(getattr(RolloutConfig(), name) != value for name, value in VALUES.items())
-    words = [word for name, value in VALUES.items() for word in (f"--{name}", str(value))]
+    arguments = [word for name, value in VALUES.items() for word in (f"--{name}", str(value))]
     path.write_text(yaml.safe_dump(VALUES))
-    assert parse(*words) == parse("--config", str(path)) == wanted
-    assert HfArgumentParser(RolloutConfig).parse_args_into_dataclasses(words) == (wanted,)
+    assert parse(*arguments) == parse("--config", str(path)) == wanted
+    assert HfArgumentParser(RolloutConfig).parse_args_into_dataclasses(arguments) == (wanted,)
     # Defaults are the class's, a flag alone is true, and the command line wins over the YAML.
     path.write_text(yaml.safe_dump(dict.fromkeys(OPTIONAL)))
     assert parse("--config", str(path)) == parse() == RolloutConfig()

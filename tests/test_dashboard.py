@@ -46,14 +46,16 @@ def test_every_panel_is_laid_out_in_the_project(workspaces, capsys):
     saved = workspaces.Workspace.saved
     assert (saved.entity, saved.project, saved.name) == ("me", "mine", "Rollouts")
     *plotted, pictured = saved.sections
-    found = {section.name: [panel.title for panel in section.panels] for section in plotted}
-    assert found == {name: list(panels) for name, panels in dashboard.SECTIONS.items()}
+    titles = {section.name: [panel.title for panel in section.panels] for section in plotted}
+    assert titles == {name: list(panels) for name, panels in dashboard.SECTIONS.items()}
     panels = [panel for section in plotted for panel in section.panels]
     assert {type(panel) for panel in panels} == {workspaces.LinePlot}
     assert {panel.x for panel in panels} == {dashboard.X}
     names = [name for panel in panels for name in panel.y]
     assert len(names) == len(set(names))
-    assert all(name.startswith(("train/rollout/", "train/sampling/", "profiling/")) for name in names)
+    assert all(
+        name.startswith(("train/rollout/", "train/sampling/", "profiling/")) for name in names
+    )
     assert {f"train/rollout/time/{share}" for share in SHARES} <= set(names)
     assert {type(panel) for panel in pictured.panels} == {workspaces.MediaBrowser}
     pictures = [key for panel in pictured.panels for key in panel.media_keys]

@@ -238,7 +238,7 @@ def test_the_trainer_and_the_random_states_are_left_as_found(tmp_path, fail):
     generator = trl_trainer.attach(trainer)
     model = trainer.model
 
-    def found():
+    def state():
         return (
             [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()],
             [(p.data_ptr(), p.dtype, p.requires_grad) for p in model.parameters()],
@@ -250,13 +250,13 @@ def test_the_trainer_and_the_random_states_are_left_as_found(tmp_path, fail):
 
     for training in (True, False):
         model.train(training)
-        before = found()
+        before = state()
         if fail:
             with pytest.raises(RequestError, match="empty prompt"):
                 generator.generate([[9], []], None, 1)
         else:
             generator.generate([[9], [10, 11]], None, 1)
-        assert found() == before
+        assert state() == before
 
 
 def test_seeds_differ_by_call_mode_rank_and_row_and_come_again_on_resume(tmp_path, monkeypatch):

@@ -67,15 +67,15 @@ def build(tmp_path, kind=RolloutPPOTrainer, config=RolloutPPOConfig, **changes):
 
 def rollouts_of(trainer):
     """What each rollout handed on: filled while the trainer trains."""
-    score, found = trainer._generate_and_score_completions, []
+    score, rollouts = trainer._generate_and_score_completions, []
 
     def spying(inputs):
         scored = score(inputs)
-        found.append(dict(scored))
+        rollouts.append(dict(scored))
         return scored
 
     trainer._generate_and_score_completions = spying
-    return found
+    return rollouts
 
 
 def weights(module):
@@ -124,9 +124,9 @@ def test_a_zero_critic_hands_every_token_its_rows_reward(tmp_path):
     """Injected faults `advantage shifted by one` and `reward on padding` fail here."""
     fixed = {"value_model": Constant(), "value_learning_rate": 0.0}
     trainer = build(tmp_path, whiten_advantages=False, **fixed)
-    found = rollouts_of(trainer)
+    rollouts = rollouts_of(trainer)
     trainer.train()
-    for scored in found:
+    for scored in rollouts:
         ids, mask = scored["completion_ids"], scored["completion_mask"]
         rows = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
         rewards = torch.tensor(trl_trainer.reward(rows))
@@ -144,8 +144,8 @@ def test_explained_is_a_share_of_returns_that_differ(tmp_path, same, times):
     fixed = {"value_model": Constant(), "value_learning_rate": 0.0}
     trainer = build(tmp_path, reward_funcs=judge, **fixed)
     trainer.train()
-    found = trl_trainer.logged(trainer, "value/explained_variance")
-    assert found == [pytest.approx(0, abs=1e-3)] * times
+    explained = trl_trainer.logged(trainer, "value/explained_variance")
+    assert explained == [pytest.approx(0, abs=1e-3)] * times
 
 
 def test_an_advantage_belongs_to_the_state_before_its_token(tmp_path):
@@ -153,7 +153,7 @@ def test_an_advantage_belongs_to_the_state_before_its_token(tmp_path):
     trainer = build(tmp_path, lam=0.0, whiten_advantages=False, max_steps=1)
     torch.nn.init.normal_(trainer.critic.model.head.weight)
     model, values = trainer.critic.model, []
-    found = rollouts_of(trainer)
+    rollouts = rollouts_of(trainer)
     learn = trainer.critic.learn
 
     def told(batch):
@@ -165,7 +165,7 @@ def test_an_advantage_belongs_to_the_state_before_its_token(tmp_path):
 
     trainer.critic.learn = told
     trainer.train()
-    (scored,) = found
+    (scored,) = rollouts
     for row, value in enumerate(values):
         count = int(scored["completion_mask"][row].sum())
         before, after = value[-count - 1 : -1], value[-count:].clone()
@@ -186,16 +186,16 @@ def test_a_critic_that_knows_the_groups_mean_is_grpo_without_scaling(tmp_path):
     """One group, gamma = lambda = 1, no whitening: the same gradient of the policy."""
     shared = {"num_generations": 8, "max_steps": 1, "beta": 0.0}
     plain = build(tmp_path, RolloutGRPOTrainer, GRPOConfig, scale_rewards="none", **shared)
-    found = rollouts_of(plain)
+    rollouts = rollouts_of(plain)
     plain.train()
     average = trl_trainer.logged(plain, "reward")[0]
     critic = Constant(average)
     ours = build(tmp_path, value_model=critic, whiten_advantages=False, **shared)
     judged = rollouts_of(ours)
     ours.train()
-    assert torch.equal(found[0]["completion_ids"], judged[0]["completion_ids"])
+    assert torch.equal(rollouts[0]["completion_ids"], judged[0]["completion_ids"])
     fresh = build(tmp_path, PPOTrainer)
-    wanted, got = (gradient(fresh, batch[0]) for batch in (found, judged))
+    wanted, got = (gradient(fresh, batch[0]) for batch in (rollouts, judged))
     assert wanted.abs().max() > 1e-4
     torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-4)
 
@@ -205,10 +205,10 @@ def test_a_row_that_nobody_could_judge_teaches_nobody(tmp_path):
         return [None, *(2.0**row for row in range(1, len(completion_ids)))]
 
     trainer = build(tmp_path, reward_funcs=judge, max_steps=1)
-    found = rollouts_of(trainer)
+    rollouts = rollouts_of(trainer)
     trainer.train()
-    assert not found[0]["advantages"][0].any()
-    assert found[0]["advantages"][1:].any(1).all()
+    assert not rollouts[0]["advantages"][0].any()
+    assert rollouts[0]["advantages"][1:].any(1).all()
 
 
 def test_completions_that_were_cut_off_pay_or_go_on(tmp_path):
@@ -227,12 +227,12 @@ def test_completions_that_were_cut_off_pay_or_go_on(tmp_path):
         "penalty": {"missing_eos_penalty": 0.3},
     }.items():
         trainer = build(tmp_path, **shared, **changes)
-        found = rollouts_of(trainer)
+        rollouts = rollouts_of(trainer)
         trainer.train()
-        ids, mask = found[0]["completion_ids"], found[0]["completion_mask"]
+        ids, mask = rollouts[0]["completion_ids"], rollouts[0]["completion_mask"]
         cut_off = mask.all(1) & ~torch.isin(ids[:, -1], torch.tensor(STOPS))
         assert 0 < cut_off.sum() < 8
-        first = found[0]["advantages"][:, 0]
+        first = rollouts[0]["advantages"][:, 0]
         ends[name] = (first[cut_off].unique().tolist(), first[~cut_off].unique().tolist())
     assert ends["zero"] == ([-0.5], [-0.5])
     assert ends["bootstrap"] == ([0.0], [-0.5])
@@ -253,11 +253,11 @@ def test_a_stop_string_is_an_end_like_any_other(tmp_path, name):
         missing_eos_penalty=0.3,
         max_steps=1,
     )
-    found = rollouts_of(trainer)
+    rollouts = rollouts_of(trainer)
     trainer.train()
-    full = found[0]["completion_mask"].all(1)
+    full = rollouts[0]["completion_mask"].all(1)
     assert 0 < full.sum() < 8
-    assert found[0]["advantages"][:, 0].tolist() == pytest.approx((full * -0.3).tolist())
+    assert rollouts[0]["advantages"][:, 0].tolist() == pytest.approx((full * -0.3).tolist())
 
 
 def test_the_policy_stands_still_while_the_critic_warms_up(tmp_path):
@@ -280,14 +280,14 @@ def test_divergence_is_paid_in_the_reward_and_not_in_the_loss(tmp_path, kind):
     model.config._name_or_path = folder
     arguments = {"kl_coef": 0.5, "whiten_advantages": False, "learning_rate": 1e-3}
     trainer = build(tmp_path, kind, model=model, value_model=Constant(), **arguments)
-    found = rollouts_of(trainer)
+    rollouts = rollouts_of(trainer)
     trainer.train()
     divergences = trl_trainer.logged(trainer, "kl")
     assert divergences[0] == pytest.approx(0, abs=1e-5)
     assert abs(divergences[-1]) > 1e-4
     assert len(divergences) == 3
     assert trainer.beta == 0.5
-    scored = found[-1]
+    scored = rollouts[-1]
     elsewhere = {**scored, "ref_per_token_logps": scored["ref_per_token_logps"] - 1.0}
     assert torch.equal(gradient(trainer, elsewhere), gradient(trainer, scored))
     kept = scored["completion_mask"].bool()
@@ -342,11 +342,11 @@ class WidestLogits(TorchDispatchMode):
         self.vocab, self.most = vocab, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for each in tree_leaves(found):
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and each.shape[-1:] == (self.vocab,):
                 self.most = max(self.most, each.numel() // self.vocab)
-        return found
+        return result
 
 
 def test_logits_of_all_tokens_are_never_held(tmp_path, monkeypatch):
@@ -362,7 +362,7 @@ def test_logits_of_all_tokens_are_never_held(tmp_path, monkeypatch):
 
 def test_accumulated_gradients_make_the_same_step(tmp_path):
     """One batch of eight rows, or four of two: one rollout, and one update of each model."""
-    found = []
+    runs = []
     for rows, pieces in ((8, 1), (2, 4)):
         trainer = build(
             tmp_path,
@@ -372,8 +372,8 @@ def test_accumulated_gradients_make_the_same_step(tmp_path):
             max_steps=1,
         )
         trainer.train()
-        found.append((weights(trainer.model), weights(trainer.critic.model)))
-    for one, four in zip(*found, strict=True):
+        runs.append((weights(trainer.model), weights(trainer.critic.model)))
+    for one, four in zip(*runs, strict=True):
         torch.testing.assert_close(four, one, atol=1e-5, rtol=1e-4)
 
 

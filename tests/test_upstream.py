@@ -65,30 +65,30 @@ def for_vllm(test: ast.expr) -> bool:
 
 def sets_for_vllm(source: str) -> dict[str, str]:
     """Attribute -> expression, of what a constructor sets only where it is to use vLLM."""
-    found: dict[str, str] = {}
+    assigned: dict[str, str] = {}
 
     def note(statements):
         for node in statements:
             for child in ast.walk(node):
                 if isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Attribute):
-                    found[child.targets[0].attr] = ast.unparse(child.value)
+                    assigned[child.targets[0].attr] = ast.unparse(child.value)
 
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.If) and for_vllm(node.test):
             note(node.body)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp):
             note([node] if for_vllm(node.value.test) else [])
-    return found
+    return assigned
 
 
 @each_kind
 def test_the_table_says_what_the_constructor_sets(kind):
     """Names and values, read from the source of the TRL that is installed."""
-    found = sets_for_vllm(inspect.getsource(trl_family.trainer_class(kind).__init__))
-    assert found.pop("vllm_generation").startswith("VLLMGeneration(")
+    assigned = sets_for_vllm(inspect.getsource(trl_family.trainer_class(kind).__init__))
+    assert assigned.pop("vllm_generation").startswith("VLLMGeneration(")
     args = SimpleNamespace(vllm_sync_frequency=3)
     trainer = SimpleNamespace(use_vllm=True, vllm_sync_frequency=3)
-    values = {name: eval(text, {"args": args, "self": trainer}) for name, text in found.items()}
+    values = {name: eval(text, {"args": args, "self": trainer}) for name, text in assigned.items()}
     assert values == SEAMS[f"{kind}Trainer"].sets(args)
 
 
@@ -258,9 +258,9 @@ def test_ppo_wraps_methods_of_these_signatures(name):
 
 @pytest.mark.parametrize(("owner", "name"), PPO_CALLS, ids=str)
 def test_ppo_calls_methods_that_have_these_parameters(owner, name):
-    found = list(inspect.signature(getattr(owner, name)).parameters)[1:]
+    parameters = list(inspect.signature(getattr(owner, name)).parameters)[1:]
     wanted = PPO_CALLS[owner, name].split()
-    assert found[: len(wanted)] == wanted
+    assert parameters[: len(wanted)] == wanted
 
 
 def one_of_each(tmp_path, checkpoint=None, **changes):
@@ -352,9 +352,9 @@ def test_the_policys_loss_takes_an_advantage_a_token(tmp_path, loss_type):
     early = torch.arange(9) < 3
     parts = loss_and_gradient(by_token * early), loss_and_gradient(by_token * ~early)
     assert wanted[1].abs().max() > 1e-4
-    for found in (loss_and_gradient(by_token), [sum(both) for both in zip(*parts, strict=True)]):
-        torch.testing.assert_close(found[0], wanted[0], atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(found[1], wanted[1], atol=1e-6, rtol=1e-4)
+    for actual in (loss_and_gradient(by_token), [sum(both) for both in zip(*parts, strict=True)]):
+        torch.testing.assert_close(actual[0], wanted[0], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(actual[1], wanted[1], atol=1e-6, rtol=1e-4)
 
 
 def rollout(trainer):
