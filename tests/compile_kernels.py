@@ -64,7 +64,7 @@ def attend(dtype, heads, kv_heads, dim, page_tokens, **options):
     runs = torch.zeros(2, 4, dtype=torch.int64)
     for keys, pages in ((cache, table), (new, None)):
         paged_attention_triton.attend_runs(
-            query, keys, runs, longest=4, block_table_LP=pages, with_lse=pages is None, **how
+            query, keys, runs, longest=4, page_table_LP=pages, with_lse=pages is None, **how
         )
 
 

@@ -266,7 +266,7 @@ def test_prefill_in_pieces_equals_the_reference(shape, dtype, options):
     runs = torch.cat([paged.lanes[None], runs]).T.contiguous()
     query = paged.queries(sum(counts))
     found, _ = triton_attention.attend_runs(
-        query, paged.cache, runs, longest=max(counts), block_table_LP=paged.table,
+        query, paged.cache, runs, longest=max(counts), page_table_LP=paged.table,
         **paged.options(**options),
     )  # fmt: skip
     for row, (start, count, first) in enumerate(zip(starts, counts, firsts, strict=True)):
@@ -374,14 +374,14 @@ def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkey
     """The GPU's way through attention and sampling, in the interpreter."""
 
     def store(paged, layer, keys, values):
-        where = (paged.block_table_LP, paged.lanes_T, paged.positions_T)
+        where = (paged.page_table_LP, paged.lanes_T, paged.positions_T)
         store_kv_triton.store_kv(keys, values, paged.kv_cache.layer(layer), *where)
 
     def attend(paged, layer, query, *new, **options):
         cache = paged.kv_cache.layer(layer)
         if paged.segments is not None:
             return paged._prefill_on_gpu(cache, query, new, options)
-        where = (paged.block_table_LP, paged.lanes_T, paged.positions_T)
+        where = (paged.page_table_LP, paged.lanes_T, paged.positions_T)
         context = paged.max_context
         return triton_attention.decode(query, cache, *where, max_context=context, **options)
 
@@ -446,7 +446,7 @@ def test_decode_prefill_and_the_trainers_forward_agree_to_the_last_bit(options, 
         query, new, runs, longest=max(lengths), with_lse=True, **how
     )
     assert lse.isfinite().all()
-    pages = {"block_table_LP": paged.table, **how}
+    pages = {"page_table_LP": paged.table, **how}
     in_pages, _ = triton_attention.attend_runs(
         query, paged.cache, runs, longest=max(lengths), **pages
     )

@@ -30,21 +30,21 @@ def store_kv(
 
 
 def gather_kv(
-    cache: tuple[Tensor, Tensor], block_table_NP: Tensor, context: int
+    cache: tuple[Tensor, Tensor], page_table_NP: Tensor, context: int
 ) -> tuple[Tensor, Tensor]:
     """Read the first `context` keys and values of each sequence.
 
     Args:
         cache: A layer's keys and values, each `(P, S, K, D)`.
-        block_table_NP: Page ids of each sequence in token order, int64.
+        page_table_NP: Page ids of each sequence in token order, int64.
         context: Tokens to read. Entries past a sequence's own end are whatever lies there.
 
     Returns:
         Keys and values, each `(N, C, K, D)`.
     """
     page_tokens = cache[0].shape[1]
-    tokens_C = torch.arange(context, device=block_table_NP.device)
-    pages_NC = block_table_NP[:, tokens_C // page_tokens]
+    tokens_C = torch.arange(context, device=page_table_NP.device)
+    pages_NC = page_table_NP[:, tokens_C // page_tokens]
     offsets_C = tokens_C % page_tokens
     return cache[0][pages_NC, offsets_C], cache[1][pages_NC, offsets_C]
 

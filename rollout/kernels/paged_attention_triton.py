@@ -142,7 +142,7 @@ def _runs_kernel(
 def decode(
     query_RHD: Tensor,
     cache: tuple[Tensor, Tensor],
-    block_table_LP: Tensor,
+    page_table_LP: Tensor,
     lanes_R: Tensor,
     positions_R: Tensor,
     *,
@@ -157,7 +157,7 @@ def decode(
     Args:
         query_RHD: Queries.
         cache: A layer's keys and values, each `(pages, page_tokens, K, D)`.
-        block_table_LP: Page ids of each lane, int64.
+        page_table_LP: Page ids of each lane, int64.
         lanes_R: Lane of each row, int64.
         positions_R: Position of each query, int64, below `max_context`.
         max_context: Bounds the launch; baked into a captured graph. It changes no result.
@@ -183,8 +183,8 @@ def decode(
     sizes, strides = _sizes(query, cache, window, softcap, sinks_H)
     group = sizes["HEADS"] // cache[0].shape[2]
     _decode_kernel[(num_rows, cache[0].shape[2], num_splits)](
-        query, *cache, block_table_LP, lanes_R, positions_R, sinks_H, parts, lse,
-        block_table_LP.stride(0), *strides, window or 0, scale * LOG2E.value, softcap or 0.0,
+        query, *cache, page_table_LP, lanes_R, positions_R, sinks_H, parts, lse,
+        page_table_LP.stride(0), *strides, window or 0, scale * LOG2E.value, softcap or 0.0,
         num_splits,
         GROUP=group, GROUP_PAD=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
         SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, **_DECODE, **sizes, **early(),
@@ -206,7 +206,7 @@ def attend_runs(
     *,
     longest: int,
     scale: float,
-    block_table_LP: Tensor | None = None,
+    page_table_LP: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
@@ -217,11 +217,11 @@ def attend_runs(
     Args:
         query_THD: Queries of all runs.
         keys_and_values: A layer's pages, each `(pages, page_tokens, K, D)`; or, without
-            `block_table_LP`, those of the packed tokens, each `(T, K, D)`.
+            `page_table_LP`, those of the packed tokens, each `(T, K, D)`.
         runs_N4: Lane, first packed token, number of tokens, first position of each run, int64.
         longest: Tokens of the longest run.
         scale: Multiplies the scores.
-        block_table_LP: Page ids of each lane, int64.
+        page_table_LP: Page ids of each lane, int64.
         window: Tokens a query sees, itself included. `None`: all.
         softcap: Caps the scores.
         sinks_H: A score of each head that takes weight and has no value.
@@ -239,15 +239,15 @@ def attend_runs(
     if with_lse:
         shape = (num_heads, num_tokens)
         lse = torch.full(shape, torch.inf, dtype=torch.float32, device=query.device)
-    if block_table_LP is None:
+    if page_table_LP is None:
         keys_and_values = tuple(states[None] for states in keys_and_values)  # type: ignore[assignment]
     sizes, strides = _sizes(query, keys_and_values, window, softcap, sinks_H)
-    if block_table_LP is None:
+    if page_table_LP is None:
         sizes["PAGE"] = 0
     tiles = triton.cdiv(longest, _QUERY_BLOCK)
     _runs_kernel[(num_heads, len(runs_N4), tiles)](
-        query, *keys_and_values, block_table_LP, runs_N4, sinks_H, output, lse,
-        0 if block_table_LP is None else block_table_LP.stride(0), *strides,
+        query, *keys_and_values, page_table_LP, runs_N4, sinks_H, output, lse,
+        0 if page_table_LP is None else page_table_LP.stride(0), *strides,
         window or 0, scale * LOG2E.value, softcap or 0.0, num_tokens,
         GROUP=num_heads // keys_and_values[0].shape[2], QUERIES=_QUERY_BLOCK, SPLIT=SPLIT_TOKENS,
         HAS_LSE=with_lse, **_PREFILL, **sizes,

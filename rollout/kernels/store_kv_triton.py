@@ -43,7 +43,7 @@ def store_kv(
     keys_TKD: Tensor,
     values_TKD: Tensor,
     cache: tuple[Tensor, Tensor],
-    block_table_LP: Tensor,
+    page_table_LP: Tensor,
     lanes_T: Tensor,
     positions_T: Tensor,
 ) -> None:
@@ -53,7 +53,7 @@ def store_kv(
         keys_TKD: New keys, whose tokens may lie apart.
         values_TKD: New values, likewise.
         cache: A layer's keys and values, each `(pages, page_tokens, K, D)`, any page stride.
-        block_table_LP: Page ids of each lane, int64.
+        page_table_LP: Page ids of each lane, int64.
         lanes_T: Lane of each token, int64.
         positions_T: Position of each token in its row, int64.
     """
@@ -66,8 +66,8 @@ def store_kv(
         for states in (keys_TKD, values_TKD)
     )
     _store_kernel[(num_tokens,)](
-        keys, values, *cache, block_table_LP, lanes_T, positions_T,
-        block_table_LP.stride(0), cache[0].stride(0), cache[0].stride(1),
+        keys, values, *cache, page_table_LP, lanes_T, positions_T,
+        page_table_LP.stride(0), cache[0].stride(0), cache[0].stride(1),
         keys.stride(0), values.stride(0),
         PAGE=cache[0].shape[1], WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width),
         **early(),
