@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from rollout.kernels import pdl_triton as early_triton
+from rollout.kernels import pdl_triton
 
 
 class Hopper:
@@ -38,7 +38,7 @@ class Hopper:
 def compile_alone():
     """From now on launching a kernel compiles it, to machine code, and that is all."""
     triton.runtime.driver.set_active(Hopper())
-    early_triton.early = lambda: {"launch_pdl": True, "EARLY": True}
+    pdl_triton.pdl_options = lambda: {"launch_pdl": True, "PDL": True}
     run = JITFunction.run
 
     def compiled(kernel, *args, warmup, **options):

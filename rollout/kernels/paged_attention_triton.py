@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout.kernels.attention_core_triton import LOG2E, add_sink, attend_split, fold
 from rollout.kernels.paged_attention import SPLIT_TOKENS
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 # Fastest of those tried on an H200; see examples/README.md.
 _QUERY_BLOCK = 64
@@ -27,9 +27,9 @@ def _decode_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     SPLIT: tl.constexpr, IN_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
+    gdc_wait(PDL)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(POSITIONS + row)
     first = split * SPLIT
@@ -67,10 +67,10 @@ def _decode_kernel(
 def _add_splits_kernel(
     PARTS, LSE, POSITIONS, SINKS, OUT, window, num_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Fold a head's splits in order, so that their number in the graph changes no bit."""
-    follow(EARLY)
+    gdc_wait(PDL)
     at = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + at // HEADS)
     dims = tl.arange(0, DIM_PAD)[None, :]
@@ -187,14 +187,14 @@ def decode(
         page_table_LP.stride(0), *strides, window or 0, scale * LOG2E.value, softcap or 0.0,
         num_splits,
         GROUP=group, GROUP_PAD=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, **_DECODE, **sizes, **early(),
+        SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, **_DECODE, **sizes, **pdl_options(),
     )  # fmt: skip
     if num_splits > 1:
         _add_splits_kernel[(num_rows * num_heads,)](
             parts, lse, positions_R, sinks_H, output, window or 0, num_splits,
             HEADS=num_heads, DIM=dim, DIM_PAD=sizes["DIM_PAD"],
             SPLIT=SPLIT_TOKENS, HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None,
-            **early(),
+            **pdl_options(),
         )  # fmt: skip
     return output
 

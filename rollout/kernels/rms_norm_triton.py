@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 _CHUNK = tl.constexpr(128)
 
@@ -44,9 +44,9 @@ def _load(STATES, ADDED, at, there, HAS_ADDED: tl.constexpr):
 @triton.jit(do_not_specialize=["inner"])
 def _norm_kernel(
     STATES, ADDED, WEIGHT, SUM, OUT, outer_stride, inner_stride, inner, eps, share, size,
-    CHUNKS: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_ADDED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_ADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = row // inner * outer_stride + row % inner * inner_stride
     sums = tl.zeros([_CHUNK], tl.float32)
@@ -98,6 +98,6 @@ def rms_norm(
         HAS_ADDED=added is not None, num_warps=4 if size > 512 else 1,
         # A square that is not rounded before it is added would be another number.
         enable_fp_fusion=False,
-        **early(),
+        **pdl_options(),
     )  # fmt: skip
     return out, total

@@ -6,16 +6,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 _BLOCK = 1024
 
 
 @triton.jit
 def _gate_kernel(
-    GATE, UP, OUT, gate_stride, up_stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    GATE, UP, OUT, gate_stride, up_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    follow(EARLY)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
@@ -39,5 +39,5 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grid = (len(gates), triton.cdiv(size, _BLOCK))
     strides = gates.stride(0), ups.stride(0)
-    _gate_kernel[grid](gates, ups, out, *strides, size, BLOCK=_BLOCK, **early())
+    _gate_kernel[grid](gates, ups, out, *strides, size, BLOCK=_BLOCK, **pdl_options())
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 MOST_ROWS = 32
 """With more rows cuBLAS is as fast, measured at 64 on an H200."""
@@ -29,9 +29,9 @@ _LEAST_STEPS = 4
 def _few_rows_kernel(
     STATES, WEIGHT, BIAS, OUT, PARTS, ARRIVALS, rows, outputs, inner, part_inner,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
-    PARTS_NUM: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    PARTS_NUM: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
+    gdc_wait(PDL)
     tile, part = tl.program_id(0), tl.program_id(1)
     output, row = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     first = part * part_inner + tl.arange(0, INNER)
@@ -83,7 +83,7 @@ def few_rows_product(states: Tensor, weight: Tensor, bias: Tensor | None = None)
         flat, weight, bias, out, parts, _arrivals(out.device), rows, outputs, inner,
         inner // num_parts, OUTPUTS=_OUTPUTS, ROWS=16 if rows <= 16 else MOST_ROWS, INNER=_INNER,
         STAGES=_SHALLOW if tiles * num_parts > units else _DEEP, PARTS_NUM=num_parts,
-        HAS_BIAS=bias is not None, num_warps=4, **early(),
+        HAS_BIAS=bias is not None, num_warps=4, **pdl_options(),
     )  # fmt: skip
     return out.view(*states.shape[:-1], outputs)
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 
 @triton.jit
@@ -24,9 +24,9 @@ def _store_kernel(
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(EARLY)
+    gdc_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + token)
     page = tl.load(TABLE + tl.load(LANES + token) * table_stride + position // PAGE).to(tl.int64)
@@ -70,5 +70,5 @@ def store_kv(
         page_table_LP.stride(0), cache[0].stride(0), cache[0].stride(1),
         keys.stride(0), values.stride(0),
         PAGE=cache[0].shape[1], WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width),
-        **early(),
+        **pdl_options(),
     )  # fmt: skip
