@@ -42,7 +42,7 @@ def test_the_number_of_rows_costs_no_compilation():
         "_few_rows_kernel": 2,  # up to 16 rows, and up to 32
         "_norm_kernel": 2,  # of hidden states, and of heads
         "_decode_kernel": 2,  # with and without splits
-        "_add_splits_kernel": 1,
+        "_merge_splits_kernel": 1,
         "_chunk_kernel": 1,
         "_row_kernel": 1,
     }
