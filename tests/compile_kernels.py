@@ -86,11 +86,12 @@ def compute():
     from rollout.kernels import silu_and_mul_triton as gate_triton
 
     states = torch.zeros(1, 32, 4096, dtype=torch.bfloat16)
-    gate_triton.silu_gate(states, states)
+    gate_triton.silu_and_mul(states, states)
     norm_triton.rms_norm(states, states[0, 0], 1e-6, states)
     norm_triton.rms_norm(states.view(1, 32, 32, 128), states[0, 0, :128], 1e-6)
     for rows in (32, 2048):
-        product_triton.product(states.new_zeros(rows, 256), states.new_zeros(64, 256))
+        few = states.new_zeros(rows, 256)
+        product_triton.batch_invariant_linear(few, states.new_zeros(64, 256))
 
 
 def close():
@@ -104,7 +105,7 @@ def close():
     ):
         weight = torch.zeros(outputs, inner, dtype=dtype)
         states = weight.new_zeros(rows, inner)
-        few_rows_triton.few_rows_product(states, weight, weight.new_zeros(outputs))
+        few_rows_triton.skinny_linear(states, weight, weight.new_zeros(outputs))
 
 
 def decode(rows):
@@ -116,7 +117,7 @@ def decode(rows):
     dtype, ids = torch.bfloat16, torch.zeros(rows, dtype=torch.int64)
     weight = torch.zeros(128, 256, dtype=dtype)
     states = weight.new_zeros(rows, 256)
-    few_rows_triton.few_rows_product(states, weight)
+    few_rows_triton.skinny_linear(states, weight)
     norm_triton.rms_norm(states[None], states[0], 1e-6, states[None])
     norm_triton.rms_norm(states.view(1, rows, 2, 128), states[0, :128], 1e-6)
     cache = tuple(torch.zeros(3, 64, 2, 64, dtype=dtype) for _ in range(2))

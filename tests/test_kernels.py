@@ -294,7 +294,7 @@ def product_of(rows, outputs, inner, bias, dtype):
 def test_unsplit_product_is_the_linear_layers(shape, bias, dtype):
     rows, outputs, inner = shape
     *inputs, wanted = product_of(rows, outputs, inner, bias, dtype)
-    found = product_triton.product(*inputs)
+    found = product_triton.batch_invariant_linear(*inputs)
     assert found.shape == (1, rows, outputs)
     assert_close(found[0], wanted, dtype)
 
@@ -303,7 +303,7 @@ def test_unsplit_product_takes_what_lies_in_any_order():
     states, weight, _, wanted = product_of(33, 20, 129, False, DTYPES[0])
     apart = torch.nn.functional.pad(states, (0, 7))[..., :129]
     for turned in (apart, states.mT.contiguous().mT):
-        found = product_triton.product(turned, weight.T.contiguous().T)
+        found = product_triton.batch_invariant_linear(turned, weight.T.contiguous().T)
         assert_close(found[0], wanted, DTYPES[0])
 
 
@@ -317,10 +317,10 @@ def test_unsplit_product_takes_what_lies_in_any_order():
     [(1, 64, 128, 1), (9, 192, 640, 1), (32, 64, 2048, 4), (20, 128, 1024, 2)],
 )
 def test_product_of_few_rows_is_the_linear_layers(rows, outputs, inner, parts, bias, dtype):
-    assert few_rows_triton._parts(outputs // 64, inner, 132) == parts
+    assert few_rows_triton.split_k(outputs // 64, inner, 132) == parts
     *inputs, wanted = product_of(rows, outputs, inner, bias, dtype)
     for _ in range(3):  # what counts the parts is zero again after each
-        found = few_rows_triton.few_rows_product(*inputs)
+        found = few_rows_triton.skinny_linear(*inputs)
         assert found.shape == (1, rows, outputs)
         assert_close(found[0], wanted, dtype)
 
@@ -365,7 +365,7 @@ def test_norms_give_torchs_bits(size, dtypes):
 def test_gated_silu_gives_torchs_bits(dtype):
     both = torch.randn(1, 33, 2 * 3000, device=DEVICE, dtype=dtype) * 5
     gate, up = both.split(3000, dim=-1)
-    assert torch.equal(gate_triton.silu_gate(gate, up), silu(gate) * up)
+    assert torch.equal(gate_triton.silu_and_mul(gate, up), silu(gate) * up)
 
 
 @pytest.mark.skipif(ON_GPU, reason="every GPU test of the engine shows it there")

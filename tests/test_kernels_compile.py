@@ -39,8 +39,8 @@ def test_the_number_of_rows_costs_no_compilation():
     """A user waits for each, before the first token."""
     kinds = {(name, kind) for name, _, kind in compiled("decode")}
     assert Counter(name for name, _ in kinds) == {
-        "_few_rows_kernel": 2,  # up to 16 rows, and up to 32
-        "_norm_kernel": 2,  # of hidden states, and of heads
+        "_skinny_linear_kernel": 2,  # up to 16 rows, and up to 32
+        "_rms_norm_kernel": 2,  # of hidden states, and of heads
         "_decode_kernel": 2,  # with and without splits
         "_merge_splits_kernel": 1,
         "_chunk_kernel": 1,

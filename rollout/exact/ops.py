@@ -80,5 +80,5 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     if gate.is_cuda:
         from rollout.kernels import silu_and_mul_triton as gate_triton  # as above
 
-        return gate_triton.silu_gate(gate, up)
+        return gate_triton.silu_and_mul(gate, up)
     return nn.functional.silu(gate) * up

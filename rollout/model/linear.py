@@ -27,7 +27,7 @@ def _few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
     if states.numel() // states.shape[-1] > few_rows_triton.MOST_ROWS:
         return linear(states, weight, bias)
-    return few_rows_triton.few_rows_product(states, weight, bias)
+    return few_rows_triton.skinny_linear(states, weight, bias)
 
 
 def few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
