@@ -76,7 +76,7 @@ def draw():
     logits, ones, ids = torch.zeros(4, 151_936), torch.ones(4), torch.arange(4)
     for each in (logits, logits.bfloat16()):
         sample_triton.sample(each, ones, ids, ids, 2)
-    keep_triton.keep(logits, ids, ones, ones)
+    keep_triton.top_k_top_p(logits, ids, ones, ones)
 
 
 def compute():

@@ -112,17 +112,18 @@ def test_what_is_kept_is_what_a_sort_keeps(vocab, dtype):
         scaled = sampling_inputs(rows, vocab, dtype, seed)[0].float()
         scaled[1::3, : vocab // 3] = -torch.inf
         asked = filters(rows, vocab, seed)
-        found, wanted = keep_triton.keep(scaled, *asked), torch_keep.keep(scaled, *asked)
+        found = keep_triton.top_k_top_p(scaled, *asked)
+        wanted = torch_keep.top_k_top_p(scaled, *asked)
         assert same_but_for_rounding(scaled, asked, found, wanted)
 
 
 @pytest.mark.gpu
 def test_what_a_row_keeps_is_the_same_beside_any_others():
     scaled, asked = sampling_inputs(64, 151_936, torch.float32)[0], filters(64, 151_936)
-    together = keep_triton.keep(scaled, *asked)
+    together = keep_triton.top_k_top_p(scaled, *asked)
     for row in (0, 5, 63):
         mine = slice(row, row + 1)
-        alone = keep_triton.keep(scaled[mine], *(part[mine] for part in asked))
+        alone = keep_triton.top_k_top_p(scaled[mine], *(part[mine] for part in asked))
         assert torch.equal(together[mine], alone)
 
 
