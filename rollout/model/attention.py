@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from rollout.errors import UnsupportedModel
 from rollout.kernels import cudnn, flash
-from rollout.kernels.custom_op import operator
+from rollout.kernels.custom_op import custom_op
 from rollout.kernels.paged_attention import attend, gather_kv, store_kv
 from rollout.memory.kv_cache import KVCache
 from rollout.scheduler.batch import Segment
@@ -156,7 +156,7 @@ def _fake(query_THD: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
 
 
-@operator(_fake)
+@custom_op(_fake)
 def _attend_and_store(
     query_THD: Tensor,
     keys_TKD: Tensor,
