@@ -23,8 +23,8 @@ def compiled(*arguments):
 
 
 def test_every_kernel_compiles_and_fits():
-    found = compiled()
-    assert max(int(shared) for _, shared, _ in found) <= MOST_SHARED
+    launches = compiled()
+    assert max(int(shared) for _, shared, _ in launches) <= MOST_SHARED
     sources = (TESTS.parent / "rollout" / "kernels").glob("*_triton.py")
     kernels = {
         line.split("(")[0].removeprefix("def ")
@@ -32,7 +32,7 @@ def test_every_kernel_compiles_and_fits():
         for line in source.read_text().splitlines()
         if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
     }
-    assert {name for name, _, _ in found} == kernels
+    assert {name for name, _, _ in launches} == kernels
 
 
 def test_the_number_of_rows_costs_no_compilation():
