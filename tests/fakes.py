@@ -42,7 +42,7 @@ class HistoryModel:
         paged.store(0, states.float(), states.float())
         if len(rows) == 0:
             return torch.zeros(0, self._vocab)
-        tables = paged.block_table_LP[paged.lanes_T]
+        tables = paged.page_table_LP[paged.lanes_T]
         keys, _ = gather_kv(paged.kv_cache.layer(0), tables, paged.max_context)
         places = torch.arange(paged.max_context)
         weighed = (keys[:, :, 0, 0].long() + 1) * (places * 7 + 3)

@@ -87,7 +87,7 @@ class Device:
         self.rows = {r.seed: r.prompt.tolist() + expected(r)[0] for r in requests or []}
         self.tokens, self.positions, self.seeds = np.full((3, num_lanes), -1)
         self.temperatures = np.full(num_lanes, np.nan)
-        self.block_table = np.full((num_lanes, max_row_pages), TRASH_PAGE)
+        self.page_table = np.full((num_lanes, max_row_pages), TRASH_PAGE)
         # Seed, position, token, policy version.
         self.stamps = np.full((MAX_PAGES, self.page_tokens, 4), -1)
         self.host: dict[int, np.ndarray] = {}  # host page -> stamps
@@ -142,9 +142,9 @@ class Device:
             if seed in self.renewed or seed not in self.versions:
                 self.versions[seed] = batch.policy_version
         self.renewed -= set(admission.seeds)
-        self.block_table[admission.lanes] = TRASH_PAGE  # so that a missing page is noticed
+        self.page_table[admission.lanes] = TRASH_PAGE  # so that a missing page is noticed
         lanes, index, pages = batch.new_pages.T
-        self.block_table[lanes, index] = pages
+        self.page_table[lanes, index] = pages
 
     def decode(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         contexts = [int(self.positions[lane]) + 1 for lane in batch.lanes]
@@ -165,7 +165,7 @@ class Device:
         return token, logprob(seed, position, float(self.temperatures[lane]))
 
     def write(self, lane: int, position: int, token: int) -> None:
-        page = self.block_table[lane, position // self.page_tokens]
+        page = self.page_table[lane, position // self.page_tokens]
         assert page != TRASH_PAGE, "a running row writes to the trash page"
         seed = int(self.seeds[lane])
         if self.written[seed] is None:  # what comes before is another row's, or was there before
@@ -176,7 +176,7 @@ class Device:
 
     def attend(self, lane: int, context: int) -> None:
         positions, seed = np.arange(context), int(self.seeds[lane])
-        pages = self.block_table[lane, positions // self.page_tokens]
+        pages = self.page_table[lane, positions // self.page_tokens]
         stamps = self.stamps[pages, positions % self.page_tokens]
         assert (stamps[:, 3] >= self.versions.get(seed, -1)).all(), "KV of old weights is shared"
         # A prompt's KV may be another row's of the same prompt: the tokens tell prompts apart.

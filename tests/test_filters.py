@@ -17,7 +17,7 @@ from transformers import (
 from rollout import EngineConfig, RequestError, RolloutEngine, SamplingParams
 from rollout.kernels.penalties import penalise
 from rollout.kernels.philox import gumbel
-from rollout.kernels.top_k_top_p import keep
+from rollout.kernels.top_k_top_p import top_k_top_p
 from rollout.runner.sampling import kept_mass, sample, sample_among
 from rollout.sampling_params import Draw
 from rollout.scheduler.token_flags import HELD, ONCE, STOPS, SUPPRESSED
@@ -85,7 +85,7 @@ def test_what_is_kept_is_what_transformers_keeps(asked, temperature):
     wanted = logits
     for warper in warpers(sampling, 0):
         wanted = warper(None, wanted)
-    found = keep(
+    found = top_k_top_p(
         logits / temperature,
         column(sampling.top_k, torch.int64),
         column(sampling.top_p),
@@ -98,19 +98,21 @@ def test_each_row_is_filtered_as_it_asks():
     logits = random_logits()
     top_k = torch.arange(ROWS) % 5
     top_p, min_p = torch.linspace(0.2, 1.0, ROWS), torch.linspace(0.0, 0.1, ROWS)
-    found = keep(logits, top_k, top_p, min_p)
+    found = top_k_top_p(logits, top_k, top_p, min_p)
     for row in range(ROWS):
         mine = slice(row, row + 1)
-        assert torch.equal(found[mine], keep(logits[mine], top_k[mine], top_p[mine], min_p[mine]))
+        assert torch.equal(
+            found[mine], top_k_top_p(logits[mine], top_k[mine], top_p[mine], min_p[mine])
+        )
 
 
 def test_nothing_asked_keeps_every_token_and_some_ties_are_kept_together():
     everything = column(0, torch.int64), column(1.0), column(0.0)
     spiked = torch.full((ROWS, VOCAB), -100.0)  # a sum of these would round to 1 too early
     spiked[:, 3] = 0.0
-    assert keep(spiked, *everything).all()
+    assert top_k_top_p(spiked, *everything).all()
     spiked[:, [5, 9, 11]] = -1.0
-    found = keep(spiked, column(2, torch.int64), column(1.0), column(0.0))
+    found = top_k_top_p(spiked, column(2, torch.int64), column(1.0), column(0.0))
     assert found[0].nonzero().flatten().tolist() == [3, 5, 9, 11]
 
 
@@ -162,7 +164,9 @@ def test_draws_follow_the_kept_ones_and_scores_the_whole_vocabulary():
     torch.manual_seed(0)
     rows, vocab = 40_000, 13
     logits = torch.randn(1, vocab).expand(rows, vocab)
-    kept = keep(logits / 0.7, torch.full((rows,), 6), torch.full((rows,), 0.8), torch.zeros(rows))
+    kept = top_k_top_p(
+        logits / 0.7, torch.full((rows,), 6), torch.full((rows,), 0.8), torch.zeros(rows)
+    )
     among = logits.masked_fill(~kept, -torch.inf)
     temperature = torch.full((rows,), 0.7)
     tokens, scores = sample_among(logits, among, temperature, *keys(rows))
@@ -179,7 +183,7 @@ def test_logits_that_are_no_numbers_stay_seen():
     logits = random_logits()
     logits[3, 5] = torch.nan
     nothing = column(5, torch.int64), column(0.9), column(0.0)
-    among = logits.masked_fill(~keep(logits, *nothing), -torch.inf)
+    among = logits.masked_fill(~top_k_top_p(logits, *nothing), -torch.inf)
     _, scores = sample_among(logits, among, column(1.0), *keys())
     assert scores.isfinite().all(1).tolist() == [row != 3 for row in range(ROWS)]
 

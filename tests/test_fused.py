@@ -193,7 +193,7 @@ def test_products_of_few_rows_are_ours_in_each_version_and_others_are_not(
 
     for module in ("linear", "projections"):
         monkeypatch.setattr(f"rollout.model.{module}.serves", lambda weight: True)
-    monkeypatch.setattr(few_rows_triton, "few_rows_product", product)
+    monkeypatch.setattr(few_rows_triton, "skinny_linear", product)
     with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
         tiny.assert_on_policy(engine, model)
         assert rows

@@ -248,7 +248,7 @@ def test_graph_and_eager_agree_at_every_padded_size(dtype, draw):
             engine.generate(tiny.prompts(LANES, seed=size), sampling)
             lanes, key = graphs.forward.lanes, graphs._key(size, 9, draw)
             # One page a row, so that no two rows write to the same place.
-            lanes.block_table_LP[:LANES, 0] = torch.arange(1, LANES + 1)
+            lanes.page_table_LP[:LANES, 0] = torch.arange(1, LANES + 1)
             positions, tokens = lanes.positions_L.clone().clamp(max=8), lanes.tokens_L.clone()
             words = lanes.filters.words_LNW.clone() if lanes.filters else None
             graphs._lanes[:size].copy_(torch.arange(size))

@@ -290,12 +290,12 @@ def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():
     engine.step()
     forward = engine.worker.graphs.forward
     lanes = forward.lanes
-    before = [lanes.positions_L.clone(), lanes.block_table_LP.clone()]
+    before = [lanes.positions_L.clone(), lanes.page_table_LP.clone()]
     engine.worker.kv_cache._data[TRASH_PAGE] = 7.0
     pages = engine.worker.kv_cache._data.clone()
     with torch.no_grad():
         forward.decode(torch.tensor([lanes.trash_lane] * 2), max_context=1)
     assert torch.equal(lanes.positions_L, before[0])
-    assert torch.equal(lanes.block_table_LP, before[1])
+    assert torch.equal(lanes.page_table_LP, before[1])
     changed = (engine.worker.kv_cache._data != pages).flatten(1).any(1).nonzero().flatten()
     assert changed.tolist() == [TRASH_PAGE]

@@ -74,7 +74,7 @@ def step_ms(engine, rows, context):
     pages = -(-(context + 1) // page)
     engine.worker.kv_cache.grow(rows * pages + 1)
     table = torch.randperm(rows * pages, device="cuda").view(rows, pages) + 1
-    lanes.block_table_LP[:rows, :pages] = table
+    lanes.page_table_LP[:rows, :pages] = table
     graphs._graphs.clear()
     graphs._open_pool()
     key = graphs._key(rows, context)

@@ -308,7 +308,7 @@ def test_who_waits_for_an_aborted_prefill_takes_it_over():
     batch = scheduler.schedule(1)
     assert [(s.lane, s.start, len(s.tokens)) for s in batch.segments] == [(1, 7, 3)]
     assert batch.rows.tolist() == rows[1:]
-    last_pages = [scheduler._lanes.block_table[lane, 2] for lane in (1, 2)]
+    last_pages = [scheduler._lanes.page_table[lane, 2] for lane in (1, 2)]
     assert batch.copies.tolist() == [last_pages]
 
 

@@ -23,10 +23,10 @@ def _narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None, most_row
     if not states.is_cuda or states.numel() // states.shape[-1] >= most_rows:
         return linear(states, weight, bias)
     from rollout.kernels.batch_invariant_linear_triton import (
-        product,  # Triton is not there on every CPU
+        batch_invariant_linear,  # Triton is not there on every CPU
     )
 
-    return product(states, weight, bias)
+    return batch_invariant_linear(states, weight, bias)
 
 
 @_narrow_linear.register_fake

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from rollout.errors import UnsupportedModel
 from rollout.kernels import cudnn, flash
-from rollout.kernels.custom_op import operator
+from rollout.kernels.custom_op import custom_op
 from rollout.kernels.paged_attention import attend, gather_kv, store_kv
 from rollout.memory.kv_cache import KVCache
 from rollout.scheduler.batch import Segment
@@ -33,7 +33,7 @@ class PagedAttention:
 
     Attributes:
         kv_cache: Where keys and values lie.
-        block_table_LP: Page ids of each lane, int64.
+        page_table_LP: Page ids of each lane, int64.
         lanes_T: Lane of each token, int64.
         positions_T: Position of each token, int64.
         max_context: No token's context is longer, itself included; decode alone reads it.
@@ -44,7 +44,7 @@ class PagedAttention:
     """
 
     kv_cache: KVCache
-    block_table_LP: Tensor
+    page_table_LP: Tensor
     lanes_T: Tensor
     positions_T: Tensor
     max_context: int = 0
@@ -73,11 +73,11 @@ class PagedAttention:
         if keys_TKD.is_cuda:
             from rollout.kernels import store_kv_triton  # Triton is not there on every CPU
 
-            where = (self.block_table_LP, self.lanes_T, self.positions_T)
+            where = (self.page_table_LP, self.lanes_T, self.positions_T)
             store_kv_triton.store_kv(keys_TKD, values_TKD, cache, *where)
             return
         page_tokens = self.kv_cache.layout.page_tokens
-        pages_T = self.block_table_LP[self.lanes_T, self.positions_T // page_tokens]
+        pages_T = self.page_table_LP[self.lanes_T, self.positions_T // page_tokens]
         store_kv(keys_TKD, values_TKD, cache, (pages_T, self.positions_T % page_tokens))
 
     def attend(
@@ -93,17 +93,17 @@ class PagedAttention:
 
             if self.segments is not None:
                 return self._prefill_on_gpu(cache, query_THD, (keys_TKD, values_TKD), options)
-            where = (self.block_table_LP, self.lanes_T, self.positions_T)
+            where = (self.page_table_LP, self.lanes_T, self.positions_T)
             return kernels.decode(query_THD, cache, *where, max_context=self.max_context, **options)
         if self.segments is None:
-            keys, values = gather_kv(cache, self.block_table_LP[self.lanes_T], self.max_context)
+            keys, values = gather_kv(cache, self.page_table_LP[self.lanes_T], self.max_context)
             positions = self.positions_T[:, None]
             return attend(query_THD[:, None], keys, values, positions, **options)[:, 0]
         counts = [len(segment.tokens) for segment in self.segments]
         queries, positions = query_THD.split(counts), self.positions_T.split(counts)
         outputs = []
         for segment, query_QHD, positions_Q in zip(self.segments, queries, positions, strict=True):
-            table = self.block_table_LP[segment.lane][None]
+            table = self.page_table_LP[segment.lane][None]
             keys, values = gather_kv(cache, table, segment.start + len(segment.tokens))
             output = attend(query_QHD[None], keys, values, positions_Q[None], **options)
             outputs.append(output[0])
@@ -130,7 +130,7 @@ class PagedAttention:
         outputs = []
         if num_paged:
             runs_N4, longest = self.runs_N4[:num_paged], max(counts[:num_paged])
-            how = {"longest": longest, "block_table_LP": self.block_table_LP, **options}
+            how = {"longest": longest, "page_table_LP": self.page_table_LP, **options}
             outputs.append(kernels.attend_runs(query_THD[:first], cache, runs_N4, **how)[0])
         if first < len(query_THD):
             query, keys, values = (states[first:] for states in (query_THD, *new))
@@ -156,7 +156,7 @@ def _fake(query_THD: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
 
 
-@operator(_fake)
+@custom_op(_fake)
 def _attend_and_store(
     query_THD: Tensor,
     keys_TKD: Tensor,

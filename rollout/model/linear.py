@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rollout.kernels.custom_op import operator
+from rollout.kernels.custom_op import custom_op
 
 
 def _fake(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return states.new_empty((*states.shape[:-1], len(weight)))
 
 
-@operator(_fake)
+@custom_op(_fake)
 def _few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from rollout.kernels import (
         skinny_linear_triton as few_rows_triton,  # Triton is not there on every CPU
@@ -27,7 +27,7 @@ def _few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
     if states.numel() // states.shape[-1] > few_rows_triton.MOST_ROWS:
         return linear(states, weight, bias)
-    return few_rows_triton.few_rows_product(states, weight, bias)
+    return few_rows_triton.skinny_linear(states, weight, bias)
 
 
 def few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

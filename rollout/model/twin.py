@@ -224,7 +224,7 @@ class Twin:
             tokens_T: Token ids, int64, `(T,)`.
             positions_T: Position of each in its row, int64, `(T,)`.
             rows: Indices of the tokens that need logits, int64, `(rows,)`.
-            paged: KV pages and block tables.
+            paged: KV pages and page tables.
 
         Returns:
             `(rows, vocab)`.

@@ -46,7 +46,7 @@ class Lanes:
         positions_L: Its position, int64.
         seeds_L: Key of the row's random numbers, int64.
         temperatures_L: Divides the row's logits, float32.
-        block_table_LP: Page ids in token order, int64.
+        page_table_LP: Page ids in token order, int64.
         filters: What else draws go by; `None` until a row's do.
     """
 
@@ -54,7 +54,7 @@ class Lanes:
     positions_L: Tensor
     seeds_L: Tensor
     temperatures_L: Tensor
-    block_table_LP: Tensor
+    page_table_LP: Tensor
     filters: Filters | None = None
 
     @classmethod
@@ -63,8 +63,8 @@ class Lanes:
         num_lanes = max_rows + 1
         tokens, positions, seeds = torch.zeros((3, num_lanes), dtype=torch.int64, device=device)
         temperatures = torch.zeros(num_lanes, dtype=torch.float32, device=device)
-        block_table = torch.full((num_lanes, max_row_pages), TRASH_PAGE, device=device)
-        return cls(tokens, positions, seeds, temperatures, block_table)
+        page_table = torch.full((num_lanes, max_row_pages), TRASH_PAGE, device=device)
+        return cls(tokens, positions, seeds, temperatures, page_table)
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Lanes:
                 self.filters.admit(slot)
         if slot.new_pages.length:
             lanes, index, pages = slot.new_pages.value.unbind(1)
-            self.block_table_LP[lanes, index] = pages
+            self.page_table_LP[lanes, index] = pages
 
 
 class Forward:
@@ -153,7 +153,7 @@ class Forward:
             positions_T, tokens_T = pad(positions_T, missing), pad(tokens_T, missing)
         paged = PagedAttention(
             kv_cache=self._kv_cache,
-            block_table_LP=self.lanes.block_table_LP,
+            page_table_LP=self.lanes.page_table_LP,
             lanes_T=lanes_T,
             positions_T=positions_T,
             segments=segments,
@@ -187,7 +187,7 @@ class Forward:
         tokens_R, positions_R = state.tokens_L[lanes_R], state.positions_L[lanes_R]
         paged = PagedAttention(
             kv_cache=self._kv_cache,
-            block_table_LP=state.block_table_LP,
+            page_table_LP=state.page_table_LP,
             lanes_T=lanes_R,
             positions_T=positions_R,
             max_context=max_context,

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.kernels import sample as reference
-from rollout.kernels import top_k_top_p as keep_reference
+from rollout.kernels import top_k_top_p as top_k_top_p_reference
 from rollout.kernels.penalties import penalise
 from rollout.kernels.sample import scale
 from rollout.kernels.words import bar_words, push
@@ -30,13 +30,13 @@ def sample(
     return reference.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
 
 
-def keep(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """The tokens that top-k, top-p and min-p keep, bool, `(R, V)`; as `top_k_top_p.keep`."""
+def top_k_top_p(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """The tokens that top-k, top-p and min-p keep, bool, `(R, V)`."""
     if scaled_RV.is_cuda:
         from rollout.kernels import top_k_top_p_triton as kernel  # Triton is not there on every CPU
 
-        return kernel.keep(scaled_RV, top_k_R, top_p_R, min_p_R)
-    return keep_reference.keep(scaled_RV, top_k_R, top_p_R, min_p_R)
+        return kernel.top_k_top_p(scaled_RV, top_k_R, top_p_R, min_p_R)
+    return top_k_top_p_reference.top_k_top_p(scaled_RV, top_k_R, top_p_R, min_p_R)
 
 
 def sample_among(
@@ -170,7 +170,7 @@ class Filters:
         if draw == Draw.WORDS:
             logits_RV = bar_words(logits_RV, self.words_LNW[lanes_R])
         scaled_RV = scale(logits_RV, temperature_R)
-        kept_RV = keep(scaled_RV, top_k_R.long(), top_p_R.float(), min_p_R.float())
+        kept_RV = top_k_top_p(scaled_RV, top_k_R.long(), top_p_R.float(), min_p_R.float())
         return logits_RV.masked_fill(~kept_RV, -torch.inf)
 
     def drawn(self, lanes_R: Tensor, tokens_R: Tensor, draw: Draw) -> None:

@@ -189,7 +189,7 @@ class Worker:
         self.pages_before_sleep = self.kv_cache.num_pages
         with self.streams.module.stream(self.streams.compute):
             # No entry may go on pointing at a page that is given up.
-            self.lanes.block_table_LP.fill_(TRASH_PAGE)
+            self.lanes.page_table_LP.fill_(TRASH_PAGE)
         self.kv_cache.release()
         self.twin.release()
 

@@ -105,7 +105,7 @@ class Admitter:
     def _beginning(self, row: Row, like: int | None) -> Ints:
         """Pages that hold the beginning of a row: a lane's with that prompt, or known ones."""
         if like is not None:
-            return self._lanes.block_table[like, : self._num_full(row)]
+            return self._lanes.page_table[like, : self._num_full(row)]
         keys = page_keys(row.context[:-1], self._page_tokens)
         return np.array(self._lanes.pages.prefixes.match(keys), np.int64)
 
@@ -168,7 +168,7 @@ class Admitter:
         plan.num_shared += row.num_tokens - 1
         num_full, copies = self._num_full(row), list[tuple[int, int]]()
         if (row.num_tokens - 1) % self._page_tokens:
-            source, target = self._lanes.block_table[[like, lane], num_full].tolist()
+            source, target = self._lanes.page_table[[like, lane], num_full].tolist()
             copies.append((source, target))
         if self._lanes.prompts.is_ready(like):
             plan.copies += copies

@@ -63,7 +63,7 @@ class Batch:
         max_context: Longest context among the decoding rows, in tokens, the new token included.
         admission: Rows that enter their lanes first.
         segments: Prompt tokens to prefill before decoding.
-        new_pages: `(pages, 3)`: lane, index in the lane's block table, page id.
+        new_pages: `(pages, 3)`: lane, index in the lane's page table, page id.
         copies: `(copies, 2)`: page to copy, and where to, between prefill and decode.
         offloads: `(pages, 2)`: page to copy to the host, and the host page, before anything else.
         restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.

@@ -29,7 +29,7 @@ class LaneTable:
 
     Args:
         config: `max_rows` lanes, `page_tokens`.
-        max_row_pages: Pages of the longest row: the width of a block table.
+        max_row_pages: Pages of the longest row: the width of a page table.
 
     Attributes:
         num_left: Rows that have left a lane so far.
@@ -53,7 +53,7 @@ class LaneTable:
         self.num_pages = np.zeros(num_lanes, np.int64)
         self.age = np.zeros(num_lanes, np.int64)
         self._draw = np.full(num_lanes, Draw.PLAIN, np.int64)
-        self.block_table = np.zeros((num_lanes, max_row_pages), np.int64)
+        self.page_table = np.zeros((num_lanes, max_row_pages), np.int64)
         self._eos = np.full((1, num_lanes), NO_TOKEN, np.int64)
         self._stops: dict[StopStrings, NDArray[np.bool_]] = {}  # which lanes have them
         self._log = TokenLog(num_lanes, config.num_scores)
@@ -133,12 +133,12 @@ class LaneTable:
 
     def held(self, lane: int) -> Ints:
         """The pages that a lane's row holds, in order."""
-        return self.block_table[lane, : self.num_pages[lane]]
+        return self.page_table[lane, : self.num_pages[lane]]
 
     def take_pages(self, lane: int, pages: Ints) -> Ints:
-        """Put pages into a lane's empty block table. Returns `(pages, 3)`, as in `Batch`."""
+        """Put pages into a lane's empty page table. Returns `(pages, 3)`, as in `Batch`."""
         count = self.num_pages[lane] = len(pages)
-        self.block_table[lane, :count] = pages
+        self.page_table[lane, :count] = pages
         table = np.empty((count, 3), np.int64)
         table[:, 0], table[:, 1], table[:, 2] = lane, np.arange(count), pages
         return table
@@ -146,7 +146,7 @@ class LaneTable:
     def take_page(self, lanes: Ints) -> Ints:
         """Give each of `lanes` one page more. Returns `(pages, 3)`, as in `Batch`."""
         pages, index = self.pages.allocate(len(lanes)), self.num_pages[lanes]
-        self.block_table[lanes, index] = pages
+        self.page_table[lanes, index] = pages
         self.num_pages[lanes] += 1
         return np.stack([lanes, index, pages], axis=1)
 

@@ -1,6 +1,6 @@
 """KV page ids: allocate, share, free, keep for a later row.
 
-Page 0 is the trash page: padding rows and unused block-table entries point at it.
+Page 0 is the trash page: padding rows and unused page-table entries point at it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -30,7 +30,7 @@ class Scheduler:
 
     Args:
         config: `max_rows` lanes, `page_tokens`, `prefill_tokens` a step.
-        max_row_pages: Pages of the longest row: the width of a block table.
+        max_row_pages: Pages of the longest row: the width of a page table.
         num_host_pages: Pages of host memory that preempted rows may take.
 
     Attributes:
