@@ -246,18 +246,12 @@ def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change
             engine.step()
 
 
-def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch, wanted):
+def test_an_interrupt_between_two_steps_leaves_a_usable_engine(wanted):
     work = workload()
-
-    class Interrupted(rollout.engine.tqdm):
-        def update(self, n=1):
-            raise KeyboardInterrupt
-
     with fakes.with_history_model(engine_for(tiny.build())) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(rollout.engine, "tqdm", Interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate(*work)
+        with pytest.raises(KeyboardInterrupt), closing(engine.stream(*work)) as stream:
+            for _ in stream:
+                raise KeyboardInterrupt
         assert not engine.busy
         assert [(c.token_ids, c.logprobs) for c in engine.generate(*work)] == wanted[0]
 
