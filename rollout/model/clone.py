@@ -19,26 +19,34 @@ _ZERO_STATE = ("_original_parameters", "_external_params")
 _PACKS = "support_avx512bf16_for_cpu"
 
 
-def copied(live: nn.Module) -> nn.Module:
-    """A copy of the tree over the same storage, without what FSDP, ZeRO and hooks added."""
+def clone(live: nn.Module) -> nn.Module:
+    """Copy the module tree over the same storage, without what FSDP, ZeRO and hooks added."""
     # Parts of a parameter are nothing to run on: the twin holds the whole.
     memo: dict[int, Any] = {id(p): _blank(p) if is_part(p) else alias(p) for p in live.parameters()}
-    kinds = {module: type(module) for module in live.modules() if isinstance(module, FSDPModule)}
     for module in live.modules():
         for key, value in vars(module).items():
             if key.startswith(_FSDP_STATE) or (key.endswith("_hooks") and value):
                 memo[id(value)] = type(value)() if key.endswith("_hooks") else None
-    try:
-        for module in kinds:
-            module.__class__ = _plain_type(module)  # type: ignore[assignment]
-        tree = copy.deepcopy(live, memo).eval()
-    finally:
-        for module, kind in kinds.items():
-            module.__class__ = kind
+    _clone_fsdp_modules(live, memo)
+    tree = copy.deepcopy(live, memo).eval()
     make_plain(tree)
     for module in tree.modules():
         _forget_trainer(module)
     return tree
+
+
+def _clone_fsdp_modules(live: nn.Module, memo: dict[int, Any]) -> None:
+    """Give `deepcopy` a clone of each module whose class FSDP has made, which refuses to be copied.
+
+    A clone is of the plain class. All exist, still empty, before the first is filled, so that each
+    finds the others.
+    """
+    modules = [module for module in live.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        plain: Any = _plain_type(module)
+        memo[id(module)] = plain.__new__(plain)
+    for module in modules:
+        vars(memo[id(module)]).update(copy.deepcopy(vars(module), memo))
 
 
 def alias(parameter: nn.Parameter) -> nn.Parameter:

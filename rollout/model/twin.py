@@ -14,7 +14,7 @@ from rollout.exact.linear import Narrow, make_narrow
 from rollout.memory.arena import Arena, PlainArena
 from rollout.memory.kv_cache import KVLayout
 from rollout.model.attention import PAGED_ATTENTION, PagedAttention, number_layers
-from rollout.model.clone import alias, copied, fingerprint
+from rollout.model.clone import alias, clone, fingerprint
 from rollout.model.compile import compile_layers, decoder_layers, run_uncompiled
 from rollout.model.linear import use_few_rows, use_float32_head
 from rollout.model.projections import fuse
@@ -251,7 +251,7 @@ class Twin:
         self.num_builds += 1
         self._fingerprint: tuple[Any, ...] = ()  # an interrupt leaves a tree to be copied anew
         self._shadow.clear()
-        self._base = copied(live)
+        self._base = clone(live)
         config: Any = self._base.config
         grouped = self.device.type == "cuda" and config.dtype == torch.bfloat16
         for each in configs_of(self._base):
