@@ -160,7 +160,7 @@ def test_a_router_whose_product_is_split_is_refused(monkeypatch):
     model = tiny.build("qwen3_moe").bfloat16()
     batch_invariant_shapes(Twin(model).base)
     monkeypatch.setattr(
-        "rollout.exact.setup._most_rows", lambda shape, *_: 600 if shape[0] == 4 else None
+        "rollout.exact.setup._library_rows", lambda shape, *_: 600 if shape[0] == 4 else None
     )
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate chooses among 4 experts"):
         batch_invariant_shapes(Twin(model).base)

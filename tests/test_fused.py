@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.exact.linear import NarrowLinear, make_narrow, make_plain
+from rollout.exact.linear import BatchInvariantLinear, make_batch_invariant, make_plain
 from rollout.model.projections import fuse, lay_together
 
 FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
@@ -137,7 +137,7 @@ def test_narrow_products_are_the_same_products_and_outlive_a_change_of_adapters(
     shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
         groups = {(96, 48), (128, 48), (9, 48), (6, 48)}
-        engine.worker.twin.use_narrow(dict.fromkeys({*shapes, *groups}, 256))
+        engine.worker.twin.use_invariant_shapes(dict.fromkeys({*shapes, *groups}, 256))
         tiny.assert_on_policy(engine, model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -158,10 +158,10 @@ def test_a_trainers_narrow_layers_learn_alike_and_leave_no_trace_in_the_twin():
     model = tiny.build("qwen2")
     ids = torch.randint(8, tiny.VOCAB, (2, 9))
     results = []
-    for narrow in ({}, dict.fromkeys([(24, 48), (48, 48), (48, 64)], 10)):
+    for shapes in ({}, dict.fromkeys([(24, 48), (48, 48), (48, 64)], 10)):
         model.zero_grad()
-        make_narrow(model, narrow)
-        assert sum(type(m) is NarrowLinear for m in model.modules()) == 15 * bool(narrow)
+        make_batch_invariant(model, shapes)
+        assert sum(type(m) is BatchInvariantLinear for m in model.modules()) == 15 * bool(shapes)
         with torch.autocast("cpu", torch.bfloat16):
             model(ids, labels=ids).loss.backward()
         results.append({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -170,7 +170,7 @@ def test_a_trainers_narrow_layers_learn_alike_and_leave_no_trace_in_the_twin():
     make_plain(model)
     with RolloutEngine(model, FUSED) as engine:
         builds = engine.worker.twin.num_builds
-        make_narrow(model, narrow)
+        make_batch_invariant(model, shapes)
         tiny.assert_on_policy(engine, model)
         assert engine.worker.twin.num_builds == builds
         assert engine.worker.twin.num_fused == 6

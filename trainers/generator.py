@@ -213,7 +213,7 @@ class RolloutGenerator:
         try:
             if self.config.exact:
                 model = trainer.accelerator.unwrap_model(trainer.model)
-                self._undo_exact = prepare_trainer(model, self.engine.worker.narrow)
+                self._undo_exact = prepare_trainer(model, self.engine.worker.invariant_shapes)
             self._watch = Watch(trainer, self.engine)
         except BaseException:
             self._undo_exact()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rollout.exact.linear import NarrowLinear, make_plain
+from rollout.exact.linear import BatchInvariantLinear, make_plain
 from rollout.model.weights import is_part, is_sharded, shape_of
 
 # Where FSDP keeps its state in a module's attributes, and ZeRO-3 parameters a second time.
@@ -96,7 +96,7 @@ def _plain_type(module: nn.Module) -> type[nn.Module]:
     """Its class, where exact mode or FSDP has changed it the one before."""
     if isinstance(module, FSDPModule):
         return type(module).__bases__[1]  # FSDP derives a class from itself and the module's own
-    return nn.Linear if isinstance(module, NarrowLinear) else type(module)
+    return nn.Linear if isinstance(module, BatchInvariantLinear) else type(module)
 
 
 def _adapter_settings(module: nn.Module) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rollout.exact.linear import Narrow, NarrowLinear, narrow_linear
+from rollout.exact.linear import BatchInvariantLinear, InvariantShapes, batch_invariant_linear
 from rollout.model.linear import FewRowsLinear, few_rows_linear, serves
 
 # Linear layers that models apply to the same input, by the names they have in transformers.
@@ -46,7 +46,7 @@ def _fused(plain: Any) -> Any:
 
 def _plain(layer: Any) -> Any:
     """Its class in the trainer's tree."""
-    if isinstance(layer, NarrowLinear | FewRowsLinear):
+    if isinstance(layer, BatchInvariantLinear | FewRowsLinear):
         return nn.Linear
     return layer.plain if isinstance(layer, Fused) else type(layer)
 
@@ -62,8 +62,8 @@ class _Adapter(NamedTuple):
 class _Product:
     """One product for several layers; the first that is called computes for all."""
 
-    def __init__(self, narrow: Narrow | None) -> None:
-        self._narrow = narrow
+    def __init__(self, shapes: InvariantShapes | None) -> None:
+        self._shapes = shapes
         self._down: nn.Parameter | None = None
         self._input: Tensor | None = None
         self._outputs: list[Tensor] = []
@@ -112,12 +112,12 @@ class _Product:
         ]
 
     def _multiply(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._narrow is None:
+        if self._shapes is None:
             multiply = few_rows_linear if serves(weight) else linear
             return multiply(states, weight, bias)
-        most_rows = self._narrow.get((weight.shape[0], weight.shape[1]))
-        if most_rows is not None:
-            return narrow_linear(states, weight, bias, most_rows)
+        library_rows = self._shapes.get((weight.shape[0], weight.shape[1]))
+        if library_rows is not None:
+            return batch_invariant_linear(states, weight, bias, library_rows)
         return linear(states, weight, bias)
 
 
@@ -150,12 +150,12 @@ def lay_together(base: nn.Module, among: Collection[nn.Module] | None = None) ->
 
 
 @torch.no_grad()
-def fuse(base: nn.Module, narrow: Narrow | None = None) -> int:
+def fuse(base: nn.Module, shapes: InvariantShapes | None = None) -> int:
     """Let the twin compute each group whose weights lie together by one product.
 
     Args:
         base: The twin's tree, bound to its weights.
-        narrow: Shapes whose products are ours at any number of rows, in exact mode; see `narrow`.
+        shapes: Shapes whose products are ours at any number of rows, in exact mode.
             `None`: those of few rows are ours; see `few_rows`.
 
     Returns:
@@ -165,7 +165,7 @@ def fuse(base: nn.Module, narrow: Narrow | None = None) -> int:
     for layers in _groups(base):
         together = _lie_together([_linear(layer) for layer in layers])
         fused += together
-        product = getattr(layers[0], "product", None) or _Product(narrow)
+        product = getattr(layers[0], "product", None) or _Product(shapes)
         if together:
             product.bind(layers)
         for index, layer in enumerate(layers):

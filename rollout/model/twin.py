@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.exact.linear import Narrow, make_narrow
+from rollout.exact.linear import InvariantShapes, make_batch_invariant
 from rollout.memory.arena import Arena, PlainArena
 from rollout.memory.kv_cache import KVLayout
 from rollout.model.attention import PAGED_ATTENTION, PagedAttention, number_layers
@@ -75,7 +75,7 @@ class Twin:
         device = next(model.parameters()).device
         self._shadow = Shadow(arena or PlainArena(device))
         self.casts = Stopwatch(device)
-        self._narrow: Narrow | None = {} if exact else None
+        self._shapes: InvariantShapes | None = {} if exact else None
         self._announced: bool | None = None
         self.num_builds = 0
         self._rebuild()
@@ -168,11 +168,11 @@ class Twin:
             self._rebuild()
         self._bind()
         self._hold()
-        self.num_fused = fuse(self._base, self._narrow)
-        if self._narrow is None:
+        self.num_fused = fuse(self._base, self._shapes)
+        if self._shapes is None:
             use_few_rows(decoder_layers(self._base))
         else:
-            make_narrow(self._base, self._narrow)
+            make_batch_invariant(self._base, self._shapes)
 
     @torch.no_grad()
     def give_parts(self, num_given: int) -> None:
@@ -192,14 +192,14 @@ class Twin:
             with whole(source, dtype):
                 pass
 
-    def use_narrow(self, narrow: Narrow) -> None:
+    def use_invariant_shapes(self, shapes: InvariantShapes) -> None:
         """From now on compute layers of these shapes by our own product.
 
         Args:
-            narrow: Shapes; see `narrow`.
+            shapes: See `batch_invariant_shapes`.
         """
-        self._narrow = narrow
-        if narrow:
+        self._shapes = shapes
+        if shapes:
             self._rebuild()
             self.refresh()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from rollout.config import RolloutConfig
 from rollout.errors import UnsupportedModel
-from rollout.exact.linear import Narrow
+from rollout.exact.linear import InvariantShapes
 from rollout.exact.setup import LEAST_ROWS, batch_invariant_shapes
 from rollout.memory.arena import available_bytes, max_kv_bytes, open_arena
 from rollout.memory.kv_cache import KVCache
@@ -90,11 +90,11 @@ class Worker:
         )
         self.lanes = Lanes.empty(config.max_rows, self.max_row_pages, device)
         # Shapes of linear layers whose products are ours, on the trainer's side too.
-        self.narrow: Narrow = {}
+        self.invariant_shapes: InvariantShapes = {}
         if config.exact and on_gpu:
             with self.twin.autocast():
-                self.narrow = batch_invariant_shapes(self.twin.base)
-            self.twin.use_narrow(self.narrow)
+                self.invariant_shapes = batch_invariant_shapes(self.twin.base)
+            self.twin.use_invariant_shapes(self.invariant_shapes)
         self._exact_vocab = self.twin.vocab_size
         forward = Forward(
             self.twin,
