@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.exact.linear import BatchInvariantLinear, make_batch_invariant, make_plain
 from rollout.model.projections import fuse, lay_together
 
 FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
@@ -152,28 +151,6 @@ def test_narrow_products_are_the_same_products_and_outlive_a_change_of_adapters(
         if adapters:
             model.merge_adapter()
             tiny.assert_on_policy(engine, model)
-
-
-def test_a_trainers_narrow_layers_learn_alike_and_leave_no_trace_in_the_twin():
-    model = tiny.build("qwen2")
-    ids = torch.randint(8, tiny.VOCAB, (2, 9))
-    results = []
-    for shapes in ({}, dict.fromkeys([(24, 48), (48, 48), (48, 64)], 10)):
-        model.zero_grad()
-        make_batch_invariant(model, shapes)
-        assert sum(type(m) is BatchInvariantLinear for m in model.modules()) == 15 * bool(shapes)
-        with torch.autocast("cpu", torch.bfloat16):
-            model(ids, labels=ids).loss.backward()
-        results.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, gradient in results[0].items():
-        torch.testing.assert_close(results[1][name], gradient, rtol=0.02, atol=2e-3)
-    make_plain(model)
-    with RolloutEngine(model, FUSED) as engine:
-        builds = engine.worker.twin.num_builds
-        make_batch_invariant(model, shapes)
-        tiny.assert_on_policy(engine, model)
-        assert engine.worker.twin.num_builds == builds
-        assert engine.worker.twin.num_fused == 6
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])

@@ -4,7 +4,8 @@ A product of few outputs is split over the GPU and its parts are added up, depen
 of rows. Where exact mode finds such a layer, trainer and rollout compute it by one kernel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +76,41 @@ def batch_invariant_linear(
     return _batch_invariant_linear(states.to(dtype), weight.to(dtype), bias, library_rows)
 
 
+def patch_forwards(base: nn.Module, shapes: InvariantShapes) -> Callable[[], None]:
+    """Let the trainer's linear layers of these shapes compute by `batch_invariant_linear`.
+
+    Hooks, optimizers and adapters hold on to the trainer's modules, so these stay. Each gets a
+    `forward` of its own, before that of its class.
+
+    Returns:
+        What undoes it; a `forward` that a layer had of its own comes back.
+    """
+    before = {}
+    for layer in base.modules():
+        if type(layer) is nn.Linear and shape_of(layer) in shapes:
+            before[layer] = vars(layer).get("forward")
+            vars(layer)["forward"] = partial(_forward, layer, shapes[shape_of(layer)])
+
+    def undo() -> None:
+        for layer, forward in before.items():
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                vars(layer)["forward"] = forward
+
+    return undo
+
+
+def _forward(layer: nn.Linear, library_rows: int, input: Tensor) -> Tensor:
+    return batch_invariant_linear(input, layer.weight, layer.bias, library_rows)
+
+
+def shape_of(layer: nn.Linear) -> Shape:
+    """Outputs and inputs of a layer."""
+    return layer.weight.shape[0], layer.weight.shape[1]
+
+
 class BatchInvariantLinear(nn.Linear):
-    """A linear layer that computes by `batch_invariant_linear`."""
+    """A linear layer of the twin that computes by `batch_invariant_linear`."""
 
     library_rows: int
 
@@ -86,24 +120,15 @@ class BatchInvariantLinear(nn.Linear):
 
 
 def make_batch_invariant(base: nn.Module, shapes: InvariantShapes) -> None:
-    """Let a model's layers of these shapes compute by `batch_invariant_linear`.
+    """Let the twin's layers of these shapes compute by `batch_invariant_linear`.
 
     Args:
-        base: The trainer's model, or the twin's tree after `fuse`: layers that are part of a
-            group's product are left.
+        base: The twin's tree after `fuse`: layers that are part of a group's product are left.
         shapes: Shapes.
     """
     for layer in base.modules():
         if type(layer) is nn.Linear:
-            shape = (layer.weight.shape[0], layer.weight.shape[1])
+            shape = shape_of(layer)
             if shape in shapes:
                 layer.__class__ = BatchInvariantLinear
                 layer.library_rows = shapes[shape]  # type: ignore[assignment]
-
-
-def make_plain(base: nn.Module) -> None:
-    """Take `make_batch_invariant` back."""
-    for layer in base.modules():
-        if type(layer) is BatchInvariantLinear:
-            del layer.library_rows
-            layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -15,8 +15,7 @@ from rollout.exact.linear import (
     InvariantShapes,
     Shape,
     batch_invariant_linear,
-    make_batch_invariant,
-    make_plain,
+    patch_forwards,
 )
 from rollout.support import base_of, configs_of, experts_of, has_layers
 
@@ -63,7 +62,7 @@ def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> 
     backbone = getattr(base, base.base_model_prefix)
     hook = backbone.register_forward_pre_hook(_count_positions, with_kwargs=True)
     library = _prefer_cublaslt(base)
-    make_batch_invariant(base, shapes or {})
+    restore_forwards = patch_forwards(base, shapes or {})
     logger.warning(
         "on_policy='exact': the trainer's model now attends by %s and counts positions from a "
         "row's first real token%s; detach() undoes it",
@@ -72,7 +71,7 @@ def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> 
     )
 
     def undo() -> None:
-        make_plain(base)
+        restore_forwards()
         for config, attention in before:
             config._attn_implementation = attention
         hook.remove()

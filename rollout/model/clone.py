@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rollout.exact.linear import BatchInvariantLinear, make_plain
 from rollout.model.weights import is_part, is_sharded, shape_of
 
 # Where FSDP keeps its state in a module's attributes, and ZeRO-3 parameters a second time.
@@ -29,7 +28,6 @@ def clone(live: nn.Module) -> nn.Module:
                 memo[id(value)] = type(value)() if key.endswith("_hooks") else None
     _clone_fsdp_modules(live, memo)
     tree = copy.deepcopy(live, memo).eval()
-    make_plain(tree)
     for module in tree.modules():
         _forget_trainer(module)
     return tree
@@ -93,10 +91,8 @@ def fingerprint(base: nn.Module) -> tuple[Any, ...]:
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:
-    """Its class, where exact mode or FSDP has changed it the one before."""
-    if isinstance(module, FSDPModule):
-        return type(module).__bases__[1]  # FSDP derives a class from itself and the module's own
-    return nn.Linear if isinstance(module, BatchInvariantLinear) else type(module)
+    """Its class; FSDP derives one from itself and the module's own, which is meant then."""
+    return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
 
 
 def _adapter_settings(module: nn.Module) -> tuple[Any, ...]:
