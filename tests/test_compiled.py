@@ -126,8 +126,8 @@ def half(*shape):
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("few_rows_linear", (half(5, 256), half(128, 256), None)),
-        ("few_rows_linear", (half(1, 40, 256), half(128, 256), half(128))),
+        ("skinny_linear", (half(5, 256), half(128, 256), None)),
+        ("skinny_linear", (half(1, 40, 256), half(128, 256), half(128))),
         ("mean", (torch.randn(5, 256), [-1], True)),
         ("rms_norm", (half(5, 256), half(256), 1e-6)),
         ("rms_norm", (half(5, 256), torch.randn(256), 1e-6)),

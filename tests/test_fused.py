@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.model.projections import fuse, lay_together
+from rollout.model.projections import groups_of, lay_together
 
 FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
 SIX = SamplingParams(max_new_tokens=6)
@@ -19,7 +19,7 @@ SIX = SamplingParams(max_new_tokens=6)
 def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
     model = tiny.build("qwen2")  # q, k and v have biases
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
-    assert lay_together(model) == 2 * 3
+    assert lay_together(groups_of(model)) == 2 * 3
     for name, parameter in model.named_parameters():
         assert id(parameter) == before[name][0]
         assert torch.equal(parameter, before[name][1])
@@ -31,7 +31,7 @@ def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
 
 def test_checkpoints_are_what_they_were(tmp_path):
     model, plain = tiny.build(), tiny.build()
-    lay_together(model)
+    lay_together(groups_of(model))
     model.save_pretrained(tmp_path / "fused")
     plain.save_pretrained(tmp_path / "plain")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fused").state_dict()
@@ -110,7 +110,6 @@ def test_nothing_is_fused_unless_asked():
     model = tiny.build()
     with RolloutEngine(model, RolloutConfig(max_rows=4, page_tokens=4)) as engine:
         assert engine.worker.twin.num_fused == 0
-    assert fuse(model) == 0
 
 
 def test_training_ends_in_the_same_weights(tmp_path):

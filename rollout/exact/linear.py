@@ -117,18 +117,3 @@ class BatchInvariantLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """What the layer itself would return."""
         return batch_invariant_linear(input, self.weight, self.bias, self.library_rows)
-
-
-def make_batch_invariant(base: nn.Module, shapes: InvariantShapes) -> None:
-    """Let the twin's layers of these shapes compute by `batch_invariant_linear`.
-
-    Args:
-        base: The twin's tree after `fuse`: layers that are part of a group's product are left.
-        shapes: Shapes.
-    """
-    for layer in base.modules():
-        if type(layer) is nn.Linear:
-            shape = shape_of(layer)
-            if shape in shapes:
-                layer.__class__ = BatchInvariantLinear
-                layer.library_rows = shapes[shape]  # type: ignore[assignment]

@@ -180,8 +180,8 @@ def _products(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
     products: dict[tuple[Shape, torch.dtype], str] = {}
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear):
-            group = getattr(getattr(module, "product", None), "weight", None)
-            for weight in (module.weight, group):
+            group = getattr(module, "group", None)  # the twin's projections
+            for weight in (module.weight, getattr(group, "weight", None)):
                 if weight is not None and weight.dtype.is_floating_point:
                     products.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
     return products

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.exact.linear import InvariantShapes, make_batch_invariant
+from rollout.exact.linear import InvariantShapes
 from rollout.memory.arena import Arena, PlainArena
 from rollout.memory.kv_cache import KVLayout
 from rollout.model.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.model.clone import alias, clone, fingerprint
 from rollout.model.compile import compile_layers, decoder_layers, run_uncompiled
-from rollout.model.linear import use_few_rows, use_float32_head
-from rollout.model.projections import fuse
+from rollout.model.replace import replace_modules
 from rollout.model.weights import (
     Shadow,
     held_weights,
@@ -51,7 +50,7 @@ class Twin:
     Attributes:
         compiled: Whether decoder layers are.
         num_builds: How often the tree was copied: once, and after each change of adapters.
-        num_fused: Groups of layers that one product computes; see `fused`.
+        num_fused: Groups of layers that one product computes; see `ProjectionGroup`.
         casts: Bytes and time of weights that were cast or gathered.
     """
 
@@ -168,11 +167,7 @@ class Twin:
             self._rebuild()
         self._bind()
         self._hold()
-        self.num_fused = fuse(self._base, self._shapes)
-        if self._shapes is None:
-            use_few_rows(decoder_layers(self._base))
-        else:
-            make_batch_invariant(self._base, self._shapes)
+        self.num_fused = self._replaced.refresh()
 
     @torch.no_grad()
     def give_parts(self, num_given: int) -> None:
@@ -265,8 +260,7 @@ class Twin:
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False
         number_layers(self._base)
-        if self._float32_head:
-            use_float32_head(self._base)
+        self._replaced = replace_modules(self._base, self._shapes, float32_head=self._float32_head)
         if self.compiled:
             compile_layers(self._base, exact=self._exact)
         self._fingerprint = fingerprint(live)
@@ -298,7 +292,7 @@ class Twin:
         live = base_of(self._live)
         held = list(held_weights(live, self._base, self._autocast_dtype, self._param_dtype))
         if held:
-            self._shadow.place(held, self._base)
+            self._shadow.place(held, self._replaced.groups)
             with self.casts.running(self.shadow_bytes):
                 self._shadow.fill(held)
             self._announce()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rollout.errors import UnsupportedModel
 from rollout.memory.arena import Arena
 from rollout.model.linear import Float32Head
-from rollout.model.projections import lay_together
+from rollout.model.projections import ProjectionGroup, lay_together
 
 _ALIGN = 512  # bytes; where torch would let a tensor begin
 
@@ -89,12 +89,12 @@ class Shadow:
                     weight.copy_(numbers)
                 filled.add(weight)
 
-    def place(self, held: Sequence[Held], base: nn.Module) -> None:
+    def place(self, held: Sequence[Held], groups: Iterable[ProjectionGroup]) -> None:
         """Give each parameter its place, once; those of a group lie together, tied ones are one.
 
         Args:
             held: The same ones each time until `clear`.
-            base: The twin's tree, for which layers lie together.
+            groups: Layers of the twin, whose weights then lie together.
         """
         if self._weights:
             return
@@ -103,10 +103,10 @@ class Shadow:
             there = torch.empty(shape_of(source), dtype=dtype, device="meta")
             blank = tied.setdefault((id(source), dtype), nn.Parameter(there, requires_grad=False))
             module._parameters[key] = blank
-        linears = (module for _, module, key, *_ in held if key == "weight")
-        lay_together(base, among=[each for each in linears if isinstance(each, nn.Linear)])
-        # Only now: what lies together has new parameters.
         blanks = {(name, key): getattr(module, key) for name, module, key, *_ in held}
+        linears = (group.linears for group in groups)
+        among = set(blanks.values())
+        lay_together(each for each in linears if all(layer.weight in among for layer in each))
         begins = self._begins(blanks.values())
         self.arena.grow(self._end)
         made = {blank: self._view(blank, begins) for blank in set(blanks.values())}

@@ -13,7 +13,7 @@ from rollout.exact.setup import LEAST_ROWS, batch_invariant_shapes
 from rollout.memory.arena import available_bytes, max_kv_bytes, open_arena
 from rollout.memory.kv_cache import KVCache
 from rollout.memory.plan import MemoryPlan
-from rollout.model.projections import lay_together
+from rollout.model.projections import groups_of, lay_together
 from rollout.model.twin import Twin
 from rollout.model.weights import is_sharded
 from rollout.runner.forward import Forward, Lanes
@@ -54,7 +54,7 @@ class Worker:
         check_model(model)
         check_placed(model)
         if config.fuse_projections and not is_sharded(model):
-            lay_together(base_of(model))
+            lay_together(groups_of(base_of(model)))
         self.device = device = next(model.parameters()).device
         on_gpu = device.type == "cuda"
         compiled = on_gpu if config.compile_layers is None else config.compile_layers
