@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollout.exact.linear import BatchInvariantLinear, InvariantShapes, shape_of
-from rollout.model.compile import decoder_layers
+from rollout.model.compile import compiled_layers, decoder_layers
 from rollout.model.linear import CastEmbedding, Float32Head, SkinnyLinear
 from rollout.model.projections import (
     GroupedAdapter,
@@ -46,7 +46,11 @@ class Replaced:
 
 
 def replace_modules(
-    base: nn.Module, shapes: InvariantShapes | None, *, float32_head: bool = False
+    base: nn.Module,
+    shapes: InvariantShapes | None,
+    *,
+    float32_head: bool = False,
+    compiled: bool = False,
 ) -> Replaced:
     """Let the twin compute by modules of ours what they compute faster, or otherwise.
 
@@ -55,19 +59,23 @@ def replace_modules(
         shapes: In exact mode, shapes of linear layers whose products are ours. `None` in close
             mode, where those of few rows are ours.
         float32_head: The head computes in float32.
+        compiled: Decoder layers are going to be compiled; in exact mode no compiler looks into
+            their norms and activations.
 
     Returns:
         What to refresh before the twin first runs, and after each change of weights.
     """
-    linears = _float32_head(base) if float32_head else {}
-    linears |= _skinny_linears(base) if shapes is None else _invariant_linears(base, shapes)
+    linears = _skinny_linears(base) if shapes is None else _invariant_linears(base, shapes)
+    if float32_head:
+        linears |= _float32_head(base)
+    groups: list[ProjectionGroup] = []
     grouped: Replacements = {}
-    groups = []
     for layers in groups_of(base):
         group = ProjectionGroup([linears.get(layer, layer) for layer in layers], shapes)
-        grouped |= zip(layers, _members(group), strict=True)
         groups.append(group)
-    replace(base, linears | grouped)
+        grouped |= zip(layers, _members(group), strict=True)
+    opaque = _opaque_modules(base) if compiled and shapes is not None else {}
+    replace(base, linears | grouped | opaque)
     return Replaced(groups, [each for each in linears.values() if isinstance(each, SkinnyLinear)])
 
 
@@ -107,6 +115,12 @@ def _invariant_linears(base: nn.Module, shapes: InvariantShapes) -> Replacements
             replacements[layer] = made = _in_place_of(layer, BatchInvariantLinear)
             made.library_rows = shapes[shape_of(layer)]
     return replacements
+
+
+def _opaque_modules(base: nn.Module) -> Replacements:
+    from rollout.exact.compile import opaque_modules  # the compiler takes a second to import
+
+    return opaque_modules(compiled_layers(base, exact=True))
 
 
 def _float32_head(base: nn.Module) -> Replacements:

@@ -260,7 +260,12 @@ class Twin:
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False
         number_layers(self._base)
-        self._replaced = replace_modules(self._base, self._shapes, float32_head=self._float32_head)
+        self._replaced = replace_modules(
+            self._base,
+            self._shapes,
+            float32_head=self._float32_head,
+            compiled=self.compiled,
+        )
         if self.compiled:
             compile_layers(self._base, exact=self._exact)
         self._fingerprint = fingerprint(live)
