@@ -5,6 +5,7 @@ that modes, hooks, attention flags, patched forwards and checkpointing of the tw
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from rollout.model.compile import compile_layers, decoder_layers, run_uncompiled
 from rollout.model.replace import replace_modules
 from rollout.model.weights import (
     Shadow,
-    held_weights,
+    ShadowWeight,
+    find_shadowed,
     is_part,
     is_sharded,
     local_bytes,
@@ -166,25 +168,23 @@ class Twin:
         if fingerprint(base_of(self._live)) != self._fingerprint:
             self._rebuild()
         self._bind()
-        self._hold()
+        self._fill_shadow()
         self.num_fused = self._replaced.refresh()
 
     @torch.no_grad()
-    def give_parts(self, num_given: int) -> None:
-        """Take part in the `refresh` of other ranks, and keep nothing of it.
+    def join_gathers(self, num_done: int) -> None:
+        """Take part in what other ranks gather in their `refresh`, and keep nothing of it.
 
         Args:
-            num_given: Parameters that this rank has gathered with the others before it failed.
+            num_done: Parameters that this rank has gathered with the others before it failed.
         """
         reshard(self._live)
-        live = base_of(self._live)
-        if fingerprint(live) != self._fingerprint:
+        if fingerprint(base_of(self._live)) != self._fingerprint:
             self._rebuild()
-        held = held_weights(live, self._base, self._autocast_dtype, self._param_dtype)
         # Tied ones are gathered once there, too.
-        parts = {(id(e.source), e.dtype): e.source for e in held if is_part(e.source)}
-        for (_, dtype), source in list(parts.items())[num_given:]:
-            with whole(source, dtype):
+        parts = {(id(e.source), e.dtype): e for e in self._find_shadowed() if is_part(e.source)}
+        for each in list(parts.values())[num_done:]:
+            with whole(each.source, each.dtype):
                 pass
 
     def use_invariant_shapes(self, shapes: InvariantShapes) -> None:
@@ -289,18 +289,20 @@ class Twin:
                     module._buffers[key] = buffer.detach().clone()
 
     @torch.no_grad()
-    def _hold(self) -> None:
+    def _fill_shadow(self) -> None:
         """Hold weights whole that are sharded, and in autocast's dtype what autocast would cast.
 
         Everything else stays aliased, which gives exactly the trainer's numbers.
         """
-        live = base_of(self._live)
-        held = list(held_weights(live, self._base, self._autocast_dtype, self._param_dtype))
-        if held:
-            self._shadow.place(held, self._replaced.groups)
+        if weights := list(self._find_shadowed()):
+            self._shadow.place(weights, self._replaced.groups)
             with self.casts.running(self.shadow_bytes):
-                self._shadow.fill(held)
+                self._shadow.fill(weights)
             self._announce()
+
+    def _find_shadowed(self) -> Iterator[ShadowWeight]:
+        live = base_of(self._live)
+        return find_shadowed(live, self._base, self._autocast_dtype, self._param_dtype)
 
     def _announce(self) -> None:
         if self._announced == (sharded := is_sharded(self._live)):

@@ -168,8 +168,8 @@ class Meeting:
             with suppress(Exception):
                 self._balance.give_out([], [])
         with suppress(Exception):
-            num_given = self._engine.num_gathered - self._num_gathered
-            self._engine.worker.twin.give_parts(num_given)
+            num_done = self._engine.num_gathered - self._num_gathered
+            self._engine.worker.twin.join_gathers(num_done)
         if self._balance and num_left > 0:
             with suppress(Exception):
                 self._balance.take_back([])
