@@ -464,7 +464,7 @@ class RolloutEngine:
     @property
     def exact_shapes(self) -> Mapping[Shape, int]:
         """Layers that exact mode computes with the batch-invariant product, by their shape."""
-        return self.worker.narrow
+        return self.worker.invariant_shapes
 
     def cost(self) -> Cost:
         """The least bytes and operations of a token, with the weights that rollouts read now."""
@@ -482,7 +482,7 @@ class RolloutEngine:
             num_done: Parameters of this rollout that this rank has already gathered.
         """
         self._check_open()
-        self.worker.twin.give_parts(num_done)
+        self.worker.twin.join_gathers(num_done)
 
     def _end_if_idle(self) -> None:
         """After the last row, hand the device back to the trainer and complete the stats."""

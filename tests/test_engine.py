@@ -1,6 +1,7 @@
 """The engine against `model.generate` and a full forward, and against itself."""
 
 import random
+from contextlib import closing
 
 import fakes
 import numpy as np
@@ -249,9 +250,10 @@ def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change
 def test_an_interrupt_between_two_steps_leaves_a_usable_engine(wanted):
     work = workload()
     with fakes.with_history_model(engine_for(tiny.build())) as engine:
-        with pytest.raises(KeyboardInterrupt), closing(engine.stream(*work)) as stream:
-            for _ in stream:
-                raise KeyboardInterrupt
+        with closing(engine.stream(*work)) as stream:
+            next(stream)
+            with pytest.raises(KeyboardInterrupt):
+                stream.throw(KeyboardInterrupt)
         assert not engine.busy
         assert [(c.token_ids, c.logprobs) for c in engine.generate(*work)] == wanted[0]
 

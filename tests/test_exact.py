@@ -1,6 +1,7 @@
 """Exact mode under a stock trainer: what it changes, what it promises, what it takes back."""
 
 import copy
+import functools
 import logging
 from dataclasses import replace
 from itertools import product
@@ -101,6 +102,28 @@ def test_positions_count_from_a_rows_first_real_token():
     undo()
 
 
+def test_batch_invariant_layers_of_the_trainer_learn_alike_and_leave_no_trace():
+    model, gradients = tiny.build("qwen2"), []
+    ids = torch.randint(8, tiny.VOCAB, (2, 9))
+    patched = model.model.layers[0].mlp.down_proj
+    patched.forward = own = functools.partial(type(patched).forward, patched)
+    for shapes in ({}, dict.fromkeys([(24, 48), (48, 48), (48, 64)], 10)):
+        undo = prepare_trainer(model, shapes)
+        forwards = [vars(each)["forward"] for each in model.modules() if "forward" in vars(each)]
+        assert len(forwards) == (15 if shapes else 1)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        with RolloutEngine(model, trl_trainer.ENGINE) as engine:
+            tiny.assert_on_policy(engine, model)
+        undo()
+        assert [each for each in model.modules() if "forward" in vars(each)] == [patched]
+        assert patched.forward is own
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0.02, atol=2e-3)
+
+
 def test_layers_with_configs_of_their_own_attend_by_the_kernel_too():
     model = tiny.build()
     model.model.layers[1] = copy.deepcopy(model.model.layers[1])
@@ -160,7 +183,7 @@ def test_a_router_whose_product_is_split_is_refused(monkeypatch):
     model = tiny.build("qwen3_moe").bfloat16()
     batch_invariant_shapes(Twin(model).base)
     monkeypatch.setattr(
-        "rollout.exact.setup._most_rows", lambda shape, *_: 600 if shape[0] == 4 else None
+        "rollout.exact.setup._library_rows", lambda shape, *_: 600 if shape[0] == 4 else None
     )
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate chooses among 4 experts"):
         batch_invariant_shapes(Twin(model).base)

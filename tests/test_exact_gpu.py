@@ -112,7 +112,7 @@ def test_every_token_is_drawn_again_from_the_trainers_forward(name):
         completions = engine.generate(prompts, sampling)
         assert (engine.stats.preemptions > 0) == name.startswith("preempted")
         assert engine.worker.graphs.num_eager == 0
-        undo = prepare_trainer(model, engine.worker.narrow)
+        undo = prepare_trainer(model, engine.worker.invariant_shapes)
     ids, mask, before = batch_of(prompts, completions)
     with torch.no_grad(), torch.autocast("cuda", autocast, enabled=autocast is not None):
         states = base.model(ids, attention_mask=mask, use_cache=False).last_hidden_state

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.model.twin import Twin
-from rollout.model.weights import held_weights
+from rollout.model.weights import find_shadowed
 
 CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=20)
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -60,7 +60,7 @@ def test_rollouts_of_a_sharded_model_are_those_of_the_whole_one(family, fused):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
-def test_held_weights_have_the_dtype_of_the_trainers_forward(tied):
+def test_find_shadowed_have_the_dtype_of_the_trainers_forward(tied):
     model = shard(tiny.build(tie_word_embeddings=tied), torch.bfloat16)
     twin = Twin(model, param_dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in twin.base.parameters()} == {torch.bfloat16}
@@ -102,9 +102,9 @@ def test_4_bit_weights_are_never_cast_whatever_dtype_their_bytes_are_stored_in()
     linear = model.get_submodule(layer)
     packed = torch.zeros(linear.weight.numel() // 4, 1, dtype=torch.float16)
     linear.quant_state, linear.weight = object(), torch.nn.Parameter(packed, requires_grad=False)
-    held = {name for name, *_ in held_weights(model, model, torch.bfloat16, None)}
+    shadowed = {each.name for each in find_shadowed(model, model, torch.bfloat16, None)}
     linears = {n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
-    assert held == linears - {layer}
+    assert shadowed == linears - {layer}
 
 
 def test_parts_of_4_bit_weights_are_refused():
@@ -112,4 +112,4 @@ def test_parts_of_4_bit_weights_are_refused():
     linear = model.get_submodule(layer)
     linear.quant_state, linear.weight.ds_id = object(), 7  # as bitsandbytes and ZeRO-3 mark them
     with pytest.raises(UnsupportedModel, match=f"{layer} is a 4-bit layer .* use DDP"):
-        list(held_weights(model, model, None, None))
+        list(find_shadowed(model, model, None, None))

@@ -25,11 +25,9 @@ def _fake_rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * (states / sqrt(mean(states ** 2) + eps))` over the last dimension."""
     if states.is_cuda:
-        from rollout.kernels import (
-            rms_norm_triton as norm_triton,  # Triton is not there on every CPU
-        )
+        from rollout.kernels import rms_norm_triton as kernel  # Triton is not there on every CPU
 
-        return norm_triton.rms_norm(states, weight, eps)[0]
+        return kernel.rms_norm(states, weight, eps)[0]
     wide = states.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(states.dtype)
@@ -48,9 +46,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum of two, and its norm."""
     if states.is_cuda:
-        from rollout.kernels import rms_norm_triton as norm_triton  # as above
+        from rollout.kernels import rms_norm_triton as kernel  # as above
 
-        normed, total = norm_triton.rms_norm(states, weight, eps, added)
+        normed, total = kernel.rms_norm(states, weight, eps, added)
         return total, normed
     total = states + added
     return total, rms_norm(total, weight, eps)
@@ -70,15 +68,15 @@ def activation(states: Tensor, index: int) -> Tensor:
     return activations[index](states)
 
 
-def _fake_silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+def _fake_silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@custom_op(_fake_silu_gate)
-def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+@custom_op(_fake_silu_and_mul)
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`."""
     if gate.is_cuda:
-        from rollout.kernels import silu_and_mul_triton as gate_triton  # as above
+        from rollout.kernels import silu_and_mul_triton as kernel  # as above
 
-        return gate_triton.silu_and_mul(gate, up)
+        return kernel.silu_and_mul(gate, up)
     return nn.functional.silu(gate) * up

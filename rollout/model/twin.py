@@ -5,22 +5,23 @@ that modes, hooks, attention flags, patched forwards and checkpointing of the tw
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollout.exact.linear import Narrow, make_narrow
+from rollout.exact.linear import InvariantShapes
 from rollout.memory.arena import Arena, PlainArena
 from rollout.memory.kv_cache import KVLayout
 from rollout.model.attention import PAGED_ATTENTION, PagedAttention, number_layers
-from rollout.model.clone import alias, copied, fingerprint
+from rollout.model.clone import alias, clone, fingerprint
 from rollout.model.compile import compile_layers, decoder_layers, run_uncompiled
-from rollout.model.linear import use_few_rows, use_float32_head
-from rollout.model.projections import fuse
+from rollout.model.replace import replace_modules
 from rollout.model.weights import (
     Shadow,
-    held_weights,
+    ShadowWeight,
+    find_shadowed,
     is_part,
     is_sharded,
     local_bytes,
@@ -51,7 +52,7 @@ class Twin:
     Attributes:
         compiled: Whether decoder layers are.
         num_builds: How often the tree was copied: once, and after each change of adapters.
-        num_fused: Groups of layers that one product computes; see `fused`.
+        num_fused: Groups of layers that one product computes; see `ProjectionGroup`.
         casts: Bytes and time of weights that were cast or gathered.
     """
 
@@ -75,7 +76,7 @@ class Twin:
         device = next(model.parameters()).device
         self._shadow = Shadow(arena or PlainArena(device))
         self.casts = Stopwatch(device)
-        self._narrow: Narrow | None = {} if exact else None
+        self._shapes: InvariantShapes | None = {} if exact else None
         self._announced: bool | None = None
         self.num_builds = 0
         self._rebuild()
@@ -167,39 +168,33 @@ class Twin:
         if fingerprint(base_of(self._live)) != self._fingerprint:
             self._rebuild()
         self._bind()
-        self._hold()
-        self.num_fused = fuse(self._base, self._narrow)
-        if self._narrow is None:
-            use_few_rows(decoder_layers(self._base))
-        else:
-            make_narrow(self._base, self._narrow)
+        self._fill_shadow()
+        self.num_fused = self._replaced.refresh()
 
     @torch.no_grad()
-    def give_parts(self, num_given: int) -> None:
-        """Take part in the `refresh` of other ranks, and keep nothing of it.
+    def join_gathers(self, num_done: int) -> None:
+        """Take part in what other ranks gather in their `refresh`, and keep nothing of it.
 
         Args:
-            num_given: Parameters that this rank has gathered with the others before it failed.
+            num_done: Parameters that this rank has gathered with the others before it failed.
         """
         reshard(self._live)
-        live = base_of(self._live)
-        if fingerprint(live) != self._fingerprint:
+        if fingerprint(base_of(self._live)) != self._fingerprint:
             self._rebuild()
-        held = held_weights(live, self._base, self._autocast_dtype, self._param_dtype)
         # Tied ones are gathered once there, too.
-        parts = {(id(e.source), e.dtype): e.source for e in held if is_part(e.source)}
-        for (_, dtype), source in list(parts.items())[num_given:]:
-            with whole(source, dtype):
+        parts = {(id(e.source), e.dtype): e for e in self._find_shadowed() if is_part(e.source)}
+        for each in list(parts.values())[num_done:]:
+            with whole(each.source, each.dtype):
                 pass
 
-    def use_narrow(self, narrow: Narrow) -> None:
+    def use_invariant_shapes(self, shapes: InvariantShapes) -> None:
         """From now on compute layers of these shapes by our own product.
 
         Args:
-            narrow: Shapes; see `narrow`.
+            shapes: See `batch_invariant_shapes`.
         """
-        self._narrow = narrow
-        if narrow:
+        self._shapes = shapes
+        if shapes:
             self._rebuild()
             self.refresh()
 
@@ -251,7 +246,7 @@ class Twin:
         self.num_builds += 1
         self._fingerprint: tuple[Any, ...] = ()  # an interrupt leaves a tree to be copied anew
         self._shadow.clear()
-        self._base = copied(live)
+        self._base = clone(live)
         config: Any = self._base.config
         grouped = self.device.type == "cuda" and config.dtype == torch.bfloat16
         for each in configs_of(self._base):
@@ -265,8 +260,12 @@ class Twin:
         if hasattr(config, "output_router_logits"):
             config.output_router_logits = False
         number_layers(self._base)
-        if self._float32_head:
-            use_float32_head(self._base)
+        self._replaced = replace_modules(
+            self._base,
+            self._shapes,
+            float32_head=self._float32_head,
+            compiled=self.compiled,
+        )
         if self.compiled:
             compile_layers(self._base, exact=self._exact)
         self._fingerprint = fingerprint(live)
@@ -290,18 +289,20 @@ class Twin:
                     module._buffers[key] = buffer.detach().clone()
 
     @torch.no_grad()
-    def _hold(self) -> None:
+    def _fill_shadow(self) -> None:
         """Hold weights whole that are sharded, and in autocast's dtype what autocast would cast.
 
         Everything else stays aliased, which gives exactly the trainer's numbers.
         """
-        live = base_of(self._live)
-        held = list(held_weights(live, self._base, self._autocast_dtype, self._param_dtype))
-        if held:
-            self._shadow.place(held, self._base)
+        if weights := list(self._find_shadowed()):
+            self._shadow.place(weights, self._replaced.groups)
             with self.casts.running(self.shadow_bytes):
-                self._shadow.fill(held)
+                self._shadow.fill(weights)
             self._announce()
+
+    def _find_shadowed(self) -> Iterator[ShadowWeight]:
+        live = base_of(self._live)
+        return find_shadowed(live, self._base, self._autocast_dtype, self._param_dtype)
 
     def _announce(self) -> None:
         if self._announced == (sharded := is_sharded(self._live)):

@@ -68,7 +68,7 @@ def differences(
     mask = torch.arange(num_tokens) >= num_tokens - lengths[:, None]  # padded on the left
     config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=compiled)
     engine = RolloutEngine(model, config, autocast_dtype=autocast_dtype)
-    undo, was_training = prepare_trainer(model, engine.worker.narrow), model.training
+    undo, was_training = prepare_trainer(model, engine.worker.invariant_shapes), model.training
     try:
         with (
             torch.no_grad(),
