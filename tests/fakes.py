@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rollout import EngineConfig, RolloutEngine
 from rollout.kernels.paged_attention import gather_kv
+from rollout.memory.kv_cache import KVCache
 from rollout.runner.forward import Forward
 from rollout.runner.slots import IOSlot
 from rollout.scheduler.batch import Batch
@@ -25,6 +26,19 @@ def interrupted_once(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*args)
 
     return interrupted
+
+
+def poison_new_pages(monkeypatch) -> None:
+    """Fill KV pages with NaN when they are allocated."""
+    grow = KVCache.grow
+
+    def poisoned(cache: KVCache, num_pages: int) -> None:
+        before = cache.num_pages
+        grow(cache, num_pages)
+        for index in range(before, cache.num_pages):
+            cache.page(index).fill_(torch.nan)
+
+    monkeypatch.setattr(KVCache, "grow", poisoned)
 
 
 class HistoryModel:

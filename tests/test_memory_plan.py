@@ -74,11 +74,15 @@ def test_every_part_is_named_with_its_size_and_the_knob():
     assert "no limit" in str(plan(kv_limit=None, free=None))
 
 
-def test_the_table_has_the_same_lines():
+@pytest.mark.parametrize("unused", [[], ["cast weights", "graphs"]], ids=str)
+def test_the_table_has_the_same_lines_and_none_that_is_zero(unused):
+    changed = plan(**{name.replace(" ", "_"): 0 for name in unused})
     console = Console(file=io.StringIO(), width=120)
-    console.print(plan().table())
+    console.print(changed.table())
     printed = console.file.getvalue()
     assert "some GPU" in printed
-    for name, size, _ in plan().lines:
-        assert name in printed
-        assert f"{size / GIB:.3f}" in printed
+    names = [line.name for line in plan().lines]
+    assert len(names) == 8  # no training reserve
+    assert [line.name for line in changed.lines] == [name for name in names if name not in unused]
+    assert all(line.name in printed and line.gib in printed for line in changed.lines)
+    assert not any(name in text for name in unused for text in (printed, str(changed)))
