@@ -41,8 +41,6 @@ class Draw(IntEnum):
     """The logits of the tokens that `top_k`, `top_p` and `min_p` keep."""
     MARKED = 2
     """Those, after they were changed by what the device holds of each token of the vocabulary."""
-    WORDS = 3
-    """Those, without the tokens that would complete a word which the device holds of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +89,8 @@ class SamplingParams:
     """These are never drawn."""
 
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that are never completed: one token is never drawn, and of more the last is
-    not where prompt and completion end with the others. As in transformers, one that is an EOS
-    token alone is allowed, which `suppress_tokens` does not allow."""
+    """Words of one token each, which are never drawn. As in transformers, a word that is an EOS
+    token is ignored; `suppress_tokens` suppresses EOS tokens too."""
 
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends the row; it is kept as the completion's last token."""
@@ -107,8 +104,6 @@ class SamplingParams:
         """What drawing such a row's tokens takes."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         held_back = self.min_new_tokens > 0 and self.eos_token_ids
-        if self.long_words:
-            return Draw.WORDS
         if penalties != (1, 0, 0) or self.barred_tokens or held_back:
             return Draw.MARKED
         keeps_all = (max(self.top_k, 0), self.top_p, self.min_p) == (0, 1, 0)
@@ -117,13 +112,8 @@ class SamplingParams:
     @cached_property
     def barred_tokens(self) -> tuple[int, ...]:
         """Tokens that are never drawn."""
-        alone = [word[0] for word in self.bad_words_ids if len(word) == 1]
-        return (*self.suppress_tokens, *(t for t in alone if t not in self.eos_token_ids))
-
-    @cached_property
-    def long_words(self) -> tuple[tuple[int, ...], ...]:
-        """Those of `bad_words_ids` that have more than one token."""
-        return tuple(word for word in self.bad_words_ids if len(word) > 1)
+        words = [token for (token,) in self.bad_words_ids]
+        return (*self.suppress_tokens, *(t for t in words if t not in self.eos_token_ids))
 
     def __new__(cls, **knobs: Any) -> Self:
         """Refuse unknown names with an error that knows the right ones."""
@@ -176,3 +166,9 @@ def _check_words(words: Any) -> None:
         raise RequestError(f"bad_words_ids={words!r}: it must be a tuple of tuples of ids")
     for word in words:
         _check_tokens("a word of bad_words_ids", word)
+        if len(word) > 1:
+            raise RequestError(
+                f"bad_words_ids: {word} has {len(word)} tokens, and a word must be a single token; "
+                "give the token ids one by one, or as `suppress_tokens`, or check the text in a "
+                "reward function"
+            )

@@ -369,8 +369,7 @@ class Rollout:
     def book_admission(self, batch: Batch) -> None:
         admission = batch.admission
         assert not admission.marks
-        assert not admission.words
-        columns = [rows for name, rows in vars(admission).items() if name not in ("marks", "words")]
+        columns = [rows for name, rows in vars(admission).items() if name != "marks"]
         for values in zip(*columns, strict=True):
             lane, token, position, seed, temperature, settings = values
             row = self.row_of[seed]

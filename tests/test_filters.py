@@ -7,6 +7,7 @@ import torch
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -49,6 +50,9 @@ def warpers(sampling: SamplingParams, prompt_tokens: int):
         )
     if how.suppress_tokens:
         yield SuppressTokensLogitsProcessor(list(how.suppress_tokens), device="cpu")
+    if how.bad_words_ids:
+        words = [list(word) for word in how.bad_words_ids]
+        yield NoBadWordsLogitsProcessor(words, torch.tensor(how.eos_token_ids))
     yield TemperatureLogitsWarper(float(how.temperature or 1.0))
     if how.top_k > 0:
         yield TopKLogitsWarper(how.top_k)
@@ -196,6 +200,7 @@ ASKED = [
     {"repetition_penalty": 1.4, "top_p": 0.8},
     {"min_new_tokens": 12, "eos_token_ids": (tiny.EOS, 20, 21, 22, 23, 24, 25)},
     {"suppress_tokens": tuple(range(0, tiny.VOCAB, 2))},
+    {"bad_words_ids": tuple((token,) for token in range(1, tiny.VOCAB, 2))},  # EOS among them
     {},
 ]
 
@@ -321,6 +326,7 @@ def test_a_batch_takes_what_one_of_its_rows_needs():
     [
         ({"suppress_tokens": (3, 61)}, "suppress_tokens: token id 61 is outside"),
         ({"min_new_tokens": 2, "eos_token_ids": (99,)}, "eos_token_ids: token id 99 is outside"),
+        ({"bad_words_ids": ((61,),)}, "bad_words_ids: token id 61 is outside"),
         ({"suppress_tokens": tuple(range(61))}, "leave none of the 61 tokens"),
     ],
     ids=str,

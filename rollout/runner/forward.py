@@ -76,19 +76,12 @@ class Lanes:
         """The lane of padding rows."""
         return len(self.positions_L) - 1
 
-    def open_filters(
-        self, draws: Collection[Draw], vocab_size: int, words: tuple[int, int]
-    ) -> bool:
-        """Have what these kinds of draws need, and tables of words of this shape, at least.
-
-        Returns:
-            Whether those tables lie elsewhere now.
-        """
+    def open_filters(self, draws: Collection[Draw], vocab_size: int) -> None:
+        """Have the state that these kinds of draws read."""
         if self.filters is None and max(draws, default=Draw.PLAIN) > Draw.PLAIN:
             self.filters = Filters(len(self.positions_L), self.positions_L.device)
-        if self.filters is not None and max(draws, default=Draw.PLAIN) >= Draw.MARKED:
+        if self.filters is not None and Draw.MARKED in draws:
             self.filters.open_marks(vocab_size)
-        return self.filters is not None and Draw.WORDS in draws and self.filters.open_words(*words)
 
     def admit(self, slot: IOSlot) -> None:
         """Apply a batch's admissions and new pages, where it has any."""

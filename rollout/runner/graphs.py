@@ -100,11 +100,6 @@ class GraphCache:
                 self._capture(key)
         self._signature = signature
 
-    def forget(self, draw: Draw) -> None:
-        """Drop the graphs of one kind of draw: what they read has moved."""
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[2] != draw}
-        self._refused = {key for key in self._refused if key[2] != draw}
-
     @torch.no_grad()
     def run(self, slot: IOSlot) -> None:
         """Queue a slot's batch on the compute stream."""

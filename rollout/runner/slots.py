@@ -139,7 +139,6 @@ class IOSlot:
         self.temperatures = Staged((max_rows,), torch.float32, device)
         self.settings = Staged((max_rows, len(SETTINGS)), torch.float64, device)
         self.marks = StagedOnce(device)
-        self.words = StagedOnce(device)
         self.prefill = ints(prefill_tokens, 3)
         self.runs = ints(max_rows, 4)
         self._staged = (
@@ -149,7 +148,6 @@ class IOSlot:
             self.temperatures,
             self.settings,
             self.marks,
-            self.words,
             self.prefill,
             self.runs,
         )
@@ -179,7 +177,6 @@ class IOSlot:
         self.temperatures.stage(admission.temperatures)
         self.settings.stage(admission.settings)
         self.marks.stage(admission.marks)
-        self.words.stage(admission.words)
 
     def _stage_prefill(self, segments: Sequence[Segment]) -> None:
         self.runs.length = self.prefill.length = 0

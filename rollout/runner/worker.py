@@ -118,25 +118,17 @@ class Worker:
             self.twin.refresh()
         self._check_unmoved()
 
-    def prepare(
-        self, num_rows: int, longest: int, draws: Collection[Draw], words: tuple[int, int]
-    ) -> None:
+    def prepare(self, num_rows: int, longest: int, draws: Collection[Draw]) -> None:
         """Have a graph for whatever rows can need, over memory as it lies now.
 
         Args:
             num_rows: Most rows that decode together.
             longest: Longest context, in tokens.
             draws: What the rows' draws take.
-            words: Lines and length of the largest table of words.
         """
         self._compile()
         with self.streams.module.stream(self.streams.compute):
-            moved = True  # unless it ends without an interrupt, and says otherwise
-            try:
-                moved = self.lanes.open_filters(draws, self.twin.vocab_size, words)
-            finally:
-                if moved:
-                    self.graphs.forget(Draw.WORDS)
+            self.lanes.open_filters(draws, self.twin.vocab_size)
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
         self.graphs.prepare(num_rows, longest, draws, addresses)
 

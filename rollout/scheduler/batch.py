@@ -9,7 +9,6 @@ from rollout.request import Ints
 from rollout.sampling_params import Draw
 from rollout.scheduler.row import Row
 from rollout.scheduler.token_flags import marks_of
-from rollout.scheduler.words import lines_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +38,6 @@ class Admission:
         temperatures: Divides the row's logits.
         settings: What else its draws go by, in the order of `SETTINGS`.
         marks: `(marks, 3)` of each row: lane, token id, and mark; see `scheduler.token_flags`.
-        words: `(entries, 4)` of each row: lane, line, place, token id; see `scheduler.words`.
     """
 
     lanes: list[int] = field(default_factory=list)
@@ -49,7 +47,6 @@ class Admission:
     temperatures: list[float] = field(default_factory=list)
     settings: list[tuple[float, ...]] = field(default_factory=list)
     marks: list[Ints] = field(default_factory=list)
-    words: list[Ints] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +139,6 @@ class Plan:
             self.lost[lane] = row.num_lost
         if draw >= Draw.MARKED:
             self.admission.marks.append(marks_of(lane, row.request, row.tokens))
-        if draw == Draw.WORDS:
-            self.admission.words.append(lines_of(lane, row.request, row.tokens))
 
     def batch(
         self, rows: Ints, lanes: Ints, max_context: int, draw: Draw, policy_version: int

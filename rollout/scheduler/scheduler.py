@@ -22,7 +22,6 @@ from rollout.scheduler.pages import pages_for
 from rollout.scheduler.preemption import Preemption
 from rollout.scheduler.row import NO_AGE, Row
 from rollout.scheduler.waiting import Lengths, WaitingLine
-from rollout.scheduler.words import table_shape
 
 
 class Scheduler:
@@ -90,16 +89,15 @@ class Scheduler:
         most = self._config.max_rows
         return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
 
-    def largest_batch(self) -> tuple[int, int, set[Draw], tuple[int, int]]:
+    def largest_batch(self) -> tuple[int, int, set[Draw]]:
         """Most rows that can decode together, and what the most demanding of them can take.
 
-        That is their longest context, their kinds of draw, and the shape of a table of words.
+        That is their longest context, and their kinds of draw.
         """
         rows = [*self._lanes.rows.values(), *self._line]
         longest = max((row.request.max_tokens for row in rows), default=0)
-        sampling = [row.request.sampling for row in rows]
-        draws, words = {how.draw for how in sampling}, table_shape(sampling)
-        return min(len(rows), self._config.max_rows), longest, draws, words
+        draws = {row.request.sampling.draw for row in rows}
+        return min(len(rows), self._config.max_rows), longest, draws
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Queue requests that are submitted together. Returns their row ids, which go on counting.

@@ -105,9 +105,7 @@ def _check_drawable(sampling: SamplingParams, vocab_size: int) -> None:
             raise RequestError(
                 f"{name}: token id {max(tokens)} is outside the vocabulary, 0 to {vocab_size - 1}"
             )
-    # Words of several tokens may all be about to be completed at once.
-    ends = [word[-1] for word in sampling.long_words]
-    if len({*sampling.barred_tokens, *ends, *held_back}) == vocab_size:
+    if len({*sampling.barred_tokens, *held_back}) == vocab_size:
         raise RequestError(
             "suppress_tokens, bad_words_ids and min_new_tokens leave none of the "
             f"{vocab_size} tokens to draw"
