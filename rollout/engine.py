@@ -242,7 +242,7 @@ class RolloutEngine:
                 return []
             tokens, scores = previous.wait()  # SYNC: the only host wait in a step
             self._time(previous)
-            completions = self.scheduler.commit(previous.release(), tokens, scores)
+            completions = self.scheduler.settle(previous.release(), tokens, scores)
             return self._settled(completions)
         except BaseException as error:
             self._give_up(error)

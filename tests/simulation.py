@@ -412,7 +412,7 @@ class Rollout:
         """The device may run as late as here: a batch is complete in itself."""
         tokens, logprobs = self.device.run(batch)
         stale = set(batch.rows.tolist()) - set(self.row_in.values())
-        finished = self.scheduler.commit(batch, tokens, logprobs)
+        finished = self.scheduler.settle(batch, tokens, logprobs)
         tokens[:], logprobs[:] = -7, np.nan  # they are the slot's, which is staged again
         in_flight = self.slots[self.turn]
         for completion in finished:
@@ -447,7 +447,7 @@ class Rollout:
         self.scheduler.reset(self.scheduler.pages.num_pages)
         self.seen.add("reset")
         for batch in filter(None, self.slots):
-            assert self.scheduler.commit(batch, *self.device.run(batch)) == []
+            assert self.scheduler.settle(batch, *self.device.run(batch)) == []
             self.seen.add("reset with a batch in flight")
         self.slots = [None] * len(self.slots)
         unfinished = sorted({*self.row_in.values(), *self.queue})

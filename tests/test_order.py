@@ -117,7 +117,7 @@ def makespan(scheduler, groups, lengths, policy_version, longest=6000, num_pages
         for row in rows:
             num_done[row] += 1
         tokens = np.array([1 if num_done[row] == length_of[row] else 5 for row in rows], np.int64)
-        scheduler.commit(batch, tokens, np.zeros((len(rows), 1), np.float32))
+        scheduler.settle(batch, tokens, np.zeros((len(rows), 1), np.float32))
         steps += 1
     return steps
 

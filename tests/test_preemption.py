@@ -209,14 +209,14 @@ def test_a_row_whose_last_token_is_in_flight_ends_after_it_was_preempted(num_hos
     while batch.num_preempted == 0:
         in_flight, before = batch, in_flight
         if before is not None:
-            assert scheduler.commit(before, *tokens_of(before, 5)) == []
+            assert scheduler.settle(before, *tokens_of(before, 5)) == []
         batch = scheduler.schedule(1)
     assert batch.rows == [old]
     assert in_flight.rows.tolist() == [old, young]
     tokens, scores = tokens_of(in_flight, 5)
     if last == "eos":
         tokens[1] = 3
-    (done,) = scheduler.commit(in_flight, tokens, scores)
+    (done,) = scheduler.settle(in_flight, tokens, scores)
     assert (done.row, len(done.token_ids)) == (young, 8)
     assert done.policy_versions == [(1, 8)]
     scheduler.check()
@@ -234,7 +234,7 @@ def test_a_group_that_gives_way_is_copied_once_and_brought_back_once():
 
     def step():
         batch = scheduler.schedule(1)
-        scheduler.commit(batch, *tokens_of(batch, 5))
+        scheduler.settle(batch, *tokens_of(batch, 5))
         scheduler.check()
         for name, pages in copies.items():
             pages += getattr(batch, name).tolist()
@@ -265,7 +265,7 @@ def test_a_row_whose_pages_are_all_still_there_is_admitted_though_nothing_else_r
 
     def step(token=5):
         batch = scheduler.schedule(1)
-        scheduler.commit(batch, *tokens_of(batch, token))
+        scheduler.settle(batch, *tokens_of(batch, token))
         scheduler.check()
         return batch
 
@@ -286,7 +286,7 @@ def test_a_row_dropped_while_its_kv_comes_back_leaves_its_lane_as_if_it_had_neve
     _, young = scheduler.add([make_request(seed, 1, limit) for seed, limit in enumerate((9, 15))])
     while scheduler.num_waiting or not scheduler._lanes.arriving:
         batch = scheduler.schedule(1)
-        scheduler.commit(batch, *tokens_of(batch, 5))
+        scheduler.settle(batch, *tokens_of(batch, 5))
     assert len(batch.restores)
     scheduler.abort([young])
     scheduler.check()

@@ -135,7 +135,7 @@ class Scheduler:
         draw = lanes.draw(running)
         return plan.batch(lanes.row[running], running, max_context, draw, policy_version)
 
-    def commit(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
+    def settle(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
         """Settle a finished batch: record each row's token, and end the rows that are done.
 
         Args:

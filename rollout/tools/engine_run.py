@@ -36,10 +36,10 @@ class EngineRun:
         self.engine = engine
         self._work = work
         self._planning, self._settling, self._num_runs = list[float](), list[float](), 0
-        self._commit, schedule = engine.scheduler.commit, engine.scheduler.schedule
+        self._settle, schedule = engine.scheduler.settle, engine.scheduler.schedule
         planning = _timed(schedule, self._planning)
         engine.scheduler.schedule = planning  # type: ignore[method-assign]
-        engine.scheduler.commit = self._ending  # type: ignore[method-assign]
+        engine.scheduler.settle = self._ending  # type: ignore[method-assign]
 
     def generate(self, row_tokens: Sequence[int]) -> None:
         """Generate so many new tokens in each row."""
@@ -74,7 +74,7 @@ class EngineRun:
         self._settled[rows] += 1
         ends = self._settled[rows] >= self._lengths[rows]
         tokens = np.where(ends, _EOS, np.maximum(tokens, _EOS + 1))
-        return _timed(self._commit, self._settling)(batch, tokens, scores)
+        return _timed(self._settle, self._settling)(batch, tokens, scores)
 
 
 def _timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ class _Trace:
     def host_methods(self) -> Iterator[tuple[Any, str, str]]:
         """What the host does in a step, and its name on the timeline."""
         yield self._engine.scheduler, "schedule", "plan"
-        yield self._engine.scheduler, "commit", "settle"
+        yield self._engine.scheduler, "settle", "settle"
         yield self._engine.worker.graphs, "run", "launch"
         for slot in self.slots:
             yield slot, "stage", "stage"
