@@ -33,14 +33,14 @@ SETTINGS = {
 
 
 class Draw(IntEnum):
-    """What a draw looks at; a step does for all of its rows what one of them needs."""
+    """What drawing a token involves; a step does for all of its rows what one of them needs."""
 
     PLAIN = 0
-    """The logits alone."""
-    KEPT = 1
-    """The logits of the tokens that `top_k`, `top_p` and `min_p` keep."""
-    MARKED = 2
-    """Those, after they were changed by what the device holds of each token of the vocabulary."""
+    """Softmax of the logits."""
+    FILTERED = 1
+    """That, among the tokens that `top_k`, `top_p` and `min_p` keep."""
+    PENALISED = 2
+    """That, after penalties and suppression, which read flags of each token on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +101,16 @@ class SamplingParams:
 
     @property
     def draw(self) -> Draw:
-        """What drawing such a row's tokens takes."""
+        """What drawing a token of such a row involves."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        held_back = self.min_new_tokens > 0 and self.eos_token_ids
-        if penalties != (1, 0, 0) or self.barred_tokens or held_back:
-            return Draw.MARKED
+        suppressed_eos = self.min_new_tokens > 0 and self.eos_token_ids
+        if penalties != (1, 0, 0) or self.suppressed_tokens or suppressed_eos:
+            return Draw.PENALISED
         keeps_all = (max(self.top_k, 0), self.top_p, self.min_p) == (0, 1, 0)
-        return Draw.PLAIN if keeps_all else Draw.KEPT
+        return Draw.PLAIN if keeps_all else Draw.FILTERED
 
     @cached_property
-    def barred_tokens(self) -> tuple[int, ...]:
+    def suppressed_tokens(self) -> tuple[int, ...]:
         """Tokens that are never drawn."""
         words = [token for (token,) in self.bad_words_ids]
         return (*self.suppress_tokens, *(t for t in words if t not in self.eos_token_ids))

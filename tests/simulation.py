@@ -368,8 +368,8 @@ class Rollout:
 
     def book_admission(self, batch: Batch) -> None:
         admission = batch.admission
-        assert not admission.marks
-        columns = [rows for name, rows in vars(admission).items() if name != "marks"]
+        assert not admission.flags
+        columns = [rows for name, rows in vars(admission).items() if name != "flags"]
         for values in zip(*columns, strict=True):
             lane, token, position, seed, temperature, settings = values
             row = self.row_of[seed]

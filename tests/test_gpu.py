@@ -237,8 +237,8 @@ def test_rows_without_filters_run_the_same_graphs_after_some_that_had_them():
 def test_graph_and_eager_agree_at_every_padded_size(dtype, draw):
     asked = {
         Draw.PLAIN: {},
-        Draw.KEPT: {"top_p": 0.8},
-        Draw.MARKED: {"suppress_tokens": (9,)},
+        Draw.FILTERED: {"top_p": 0.8},
+        Draw.PENALISED: {"suppress_tokens": (9,)},
     }
     sampling = SamplingParams(max_new_tokens=3, **asked[draw])
     with RolloutEngine(on_gpu(dtype=dtype), replace(CONFIG, kept_mass=True)) as engine:

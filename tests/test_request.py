@@ -11,7 +11,7 @@ from rollout.errors import RequestError, RolloutError
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SETTINGS, Draw, SamplingParams
 from rollout.scheduler.batch import Admission, Batch
-from rollout.scheduler.token_flags import HELD, ONCE, STOPS, SUPPRESSED, marks_of
+from rollout.scheduler.token_flags import COUNT_UNIT, EOS, SEEN, SUPPRESSED, token_flags
 
 NAN = float("nan")
 
@@ -107,16 +107,16 @@ def test_a_bad_request_is_a_value_error_too():
         ({"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1}, Draw.PLAIN),
         ({"temperature": 0.3, "eos_token_ids": (2,)}, Draw.PLAIN),
         ({"min_new_tokens": 3}, Draw.PLAIN),  # nothing could end it before
-        ({"top_k": 5}, Draw.KEPT),
-        ({"top_p": 0.99}, Draw.KEPT),
-        ({"min_p": 0.01}, Draw.KEPT),
-        ({"min_new_tokens": 3, "eos_token_ids": (2,)}, Draw.MARKED),
-        ({"suppress_tokens": (2,)}, Draw.MARKED),
-        ({"bad_words_ids": ((2,),)}, Draw.MARKED),
+        ({"top_k": 5}, Draw.FILTERED),
+        ({"top_p": 0.99}, Draw.FILTERED),
+        ({"min_p": 0.01}, Draw.FILTERED),
+        ({"min_new_tokens": 3, "eos_token_ids": (2,)}, Draw.PENALISED),
+        ({"suppress_tokens": (2,)}, Draw.PENALISED),
+        ({"bad_words_ids": ((2,),)}, Draw.PENALISED),
         ({"bad_words_ids": ((2,),), "eos_token_ids": (2,)}, Draw.PLAIN),
-        ({"repetition_penalty": 1.1, "top_k": 5}, Draw.MARKED),
-        ({"presence_penalty": -0.1}, Draw.MARKED),
-        ({"frequency_penalty": 0.1}, Draw.MARKED),
+        ({"repetition_penalty": 1.1, "top_k": 5}, Draw.PENALISED),
+        ({"presence_penalty": -0.1}, Draw.PENALISED),
+        ({"frequency_penalty": 0.1}, Draw.PENALISED),
     ],
     ids=str,
 )
@@ -129,17 +129,17 @@ def test_settings_of_no_effect_are_the_neutral_ones():
     assert request.settings == (*list(SETTINGS.values())[:-1], 3)
 
 
-def test_marks_of_a_row_count_what_it_has_generated():
+def test_token_flags_count_what_the_row_has_generated():
     sampling = SamplingParams(
         max_new_tokens=9, min_new_tokens=2, suppress_tokens=(4, 8), eos_token_ids=(5, 2)
     )
-    marks = marks_of(3, Request(np.array([5, 4]), sampling), np.array([9, 5, 9]))
-    assert marks.tolist() == [
-        [3, 2, STOPS],
-        [3, 4, HELD | SUPPRESSED],
-        [3, 5, HELD | STOPS | ONCE],
+    flags = token_flags(3, Request(np.array([5, 4]), sampling), np.array([9, 5, 9]))
+    assert flags.tolist() == [
+        [3, 2, EOS],
+        [3, 4, SEEN | SUPPRESSED],
+        [3, 5, SEEN | EOS | COUNT_UNIT],
         [3, 8, SUPPRESSED],
-        [3, 9, HELD | 2 * ONCE],
+        [3, 9, SEEN | 2 * COUNT_UNIT],
     ]
 
 

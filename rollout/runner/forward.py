@@ -80,8 +80,8 @@ class Lanes:
         """Have the state that these kinds of draws read."""
         if self.filters is None and max(draws, default=Draw.PLAIN) > Draw.PLAIN:
             self.filters = Filters(len(self.positions_L), self.positions_L.device)
-        if self.filters is not None and Draw.MARKED in draws:
-            self.filters.open_marks(vocab_size)
+        if self.filters is not None and Draw.PENALISED in draws:
+            self.filters.open_flags(vocab_size)
 
     def admit(self, slot: IOSlot) -> None:
         """Apply a batch's admissions and new pages, where it has any."""

@@ -138,7 +138,7 @@ class IOSlot:
         self.admitted = ints(max_rows, 4)
         self.temperatures = Staged((max_rows,), torch.float32, device)
         self.settings = Staged((max_rows, len(SETTINGS)), torch.float64, device)
-        self.marks = StagedOnce(device)
+        self.flags = StagedOnce(device)
         self.prefill = ints(prefill_tokens, 3)
         self.runs = ints(max_rows, 4)
         self._staged = (
@@ -147,7 +147,7 @@ class IOSlot:
             self.admitted,
             self.temperatures,
             self.settings,
-            self.marks,
+            self.flags,
             self.prefill,
             self.runs,
         )
@@ -176,7 +176,7 @@ class IOSlot:
         self.admitted.stage(np.array(state, np.int64).T)
         self.temperatures.stage(admission.temperatures)
         self.settings.stage(admission.settings)
-        self.marks.stage(admission.marks)
+        self.flags.stage(admission.flags)
 
     def _stage_prefill(self, segments: Sequence[Segment]) -> None:
         self.runs.length = self.prefill.length = 0

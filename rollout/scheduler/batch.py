@@ -8,7 +8,7 @@ import numpy as np
 from rollout.request import Ints
 from rollout.sampling_params import Draw
 from rollout.scheduler.row import Row
-from rollout.scheduler.token_flags import marks_of
+from rollout.scheduler.token_flags import token_flags
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Admission:
         seeds: Key of the row's random numbers.
         temperatures: Divides the row's logits.
         settings: What else its draws go by, in the order of `SETTINGS`.
-        marks: `(marks, 3)` of each row: lane, token id, and mark; see `scheduler.token_flags`.
+        flags: `(entries, 3)` of each penalised row: lane, token id, flags; see `token_flags`.
     """
 
     lanes: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Admission:
     seeds: list[int] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     settings: list[tuple[float, ...]] = field(default_factory=list)
-    marks: list[Ints] = field(default_factory=list)
+    flags: list[Ints] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +137,8 @@ class Plan:
         self.admission.settings.append(row.request.settings)
         if row.num_lost:
             self.lost[lane] = row.num_lost
-        if draw >= Draw.MARKED:
-            self.admission.marks.append(marks_of(lane, row.request, row.tokens))
+        if draw >= Draw.PENALISED:
+            self.admission.flags.append(token_flags(lane, row.request, row.tokens))
 
     def batch(
         self, rows: Ints, lanes: Ints, max_context: int, draw: Draw, policy_version: int
