@@ -1,15 +1,11 @@
 """Where a rollout's time went: each part by hand, and of whole rollouts."""
 
 import time
-from collections import Counter
 
 import fakes
 import numpy as np
 import pytest
 import tiny
-from hypothesis import given
-from simulation import Rollout, depths, many
-from test_preemption import tight
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
 from rollout.scheduler.batch import Admission, Batch, Segment
@@ -21,23 +17,21 @@ SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 9}
 NOTHING = np.empty((0, 2), np.int64)
 
 
-def batch(num_rows=0, admitted=(), prefills=(), moves=0, restores=0, num_parked=0, lost=()):
+def batch(num_rows=0, prefills=()):
     """A batch of so many decoding rows; `prefills` are lanes and their numbers of tokens."""
     return Batch(
         rows=np.arange(num_rows),
         lanes=np.arange(num_rows),
         policy_version=1,
         max_context=9,
-        admission=Admission(lanes=list(admitted)),
+        admission=Admission(),
         segments=[Segment(lane, 0, np.zeros(count, np.int64)) for lane, count in prefills],
         new_pages=NOTHING,
         copies=NOTHING,
-        offloads=np.zeros((moves, 2), np.int64),
-        restores=np.zeros((restores, 2), np.int64),
+        offloads=NOTHING,
+        restores=NOTHING,
         num_shared=0,
         num_preempted=0,
-        num_parked=num_parked,
-        lost=dict(lost),
     )
 
 
@@ -96,56 +90,10 @@ def test_rows_that_never_ran_together_leave_no_lane_idle():
 
 
 def test_prefill_ends_where_its_batch_begins_to_decode():
-    prefill = (batch(4, range(4), [(0, 9)]), 4, 0, (3, 0, 7, 2))
+    prefill = (batch(4, [(0, 9)]), 4, 0, (3, 0, 7, 2))
     assert split(prefill) == {"prefill": 7, "compute": 2, "host_bound": 91}
-    alone = (batch(0, range(4), [(0, 9)]), 0, 0, (0, 0, 7, 1))
+    alone = (batch(0, [(0, 9)]), 0, 0, (0, 0, 7, 1))
     assert split(alone) == {"prefill": 8, "host_bound": 92}
-
-
-def test_a_preempted_row_costs_its_second_prefill_and_its_idle_lane():
-    full = (batch(4), 4, 2, (0, 0, 0, 4))
-    lost = (batch(3, num_parked=1), 3, 3, (0, 0, 0, 4))
-    # It comes back first, with 6 tokens, and a new row after it with 2.
-    back = (batch(0, [3, 1], [(3, 6), (1, 2)], lost={3: 6}), 0, 1, (0, 0, 8, 0))
-    again = (batch(4), 4, 0, (0, 0, 0, 4))
-    assert split(full, lost, back, again) == {
-        "compute": 4 + 3 + 4,
-        "preemption": 1 + 6,
-        "prefill": 2,
-        "host_bound": 80,
-    }
-
-
-def test_a_lane_is_a_new_rows_once_one_is_admitted_to_it():
-    lost = (batch(1, num_parked=1), 1, 1, (0, 0, 0, 0))
-    back = (batch(0, [2], [(2, 5)], lost={2: 5}), 0, 0, (0, 0, 5, 0))
-    new = (batch(0, [2], [(2, 5)]), 0, 0, (0, 0, 5, 0))
-    assert split(lost, back, new) == {"preemption": 5, "prefill": 5, "host_bound": 90}
-
-
-def test_tokens_that_never_had_kv_are_prefilled_for_the_first_time():
-    back = batch(0, [2], [(2, 5)], lost={2: 3})
-    assert split((back, 0, 0, (0, 0, 5, 0))) == {"preemption": 3, "prefill": 2, "host_bound": 95}
-    nothing = batch(0, [2], [(2, 5)], lost={1: 9})
-    assert split((nothing, 0, 0, (0, 0, 5, 0))) == {"prefill": 5, "host_bound": 95}
-
-
-def test_a_preempted_row_that_ends_outside_a_lane_is_not_waited_for():
-    lost = (batch(4, num_parked=1), 4, 1, (0, 0, 0, 0))
-    ended = (batch(2), 2, 0, (0, 0, 0, 8))
-    assert split(lost, ended) == {"compute": 4, "tail": 4, "host_bound": 92}
-
-
-def test_time_in_which_pages_move_is_not_the_hosts():
-    away = (batch(2, moves=3), 2, 1, (5, 1, 0, 0))
-    back = (batch(0, restores=3), 0, 0, (6, 1, 0, 1))
-    reads = (batch(2), 2, 0, (7, 1, 0, 0))
-    calm = (batch(2), 2, 0, (9, 2, 0, 0))
-    assert split(away, back, reads, calm) == {
-        "preemption": 5 + 6 + 1 + 7,
-        "h2d_wait": 2,
-        "host_bound": 79,
-    }
 
 
 def test_time_in_which_the_trainer_had_the_device_is_sleep():
@@ -157,38 +105,6 @@ def test_time_in_which_the_trainer_had_the_device_is_sleep():
         attribution.ran(BatchTimes(20, 5, 0, 10))
     shares = attribution.shares(100, 1)
     assert (shares["sleep"], shares["h2d_wait"], shares["host_bound"]) == (0.21, 0.05, 0.54)
-
-
-class Accounted(Rollout):
-    """Counts which tokens are prefilled though they had KV; a token's prefill takes a second."""
-
-    def __init__(self, work, depth):
-        super().__init__(work, depth)
-        self.attribution, self.had = Attribution(), Counter()
-        self.num_again = self.num_prefilled = 0
-
-    def launch(self, batch):
-        super().launch(batch)
-        assert batch.num_parked == len(set(self.admitted) & set(self.queue))
-        self.attribution.launched(batch, len(batch.rows), self.scheduler.num_waiting)
-        self.attribution.ran(BatchTimes(0, 0, batch.num_prefilled, 0))
-        self.num_prefilled += batch.num_prefilled
-        for segment in batch.segments:
-            row, stop = self.row_in[segment.lane], segment.start + len(segment.tokens)
-            self.num_again += max(0, min(stop, self.had[row]) - segment.start)
-            self.had[row] = max(stop, self.had[row])
-        for lane, row in zip(batch.lanes, batch.rows.tolist(), strict=True):
-            self.had[row] = int(self.scheduler._lanes.position[lane])
-
-
-@many
-@given(tight(), depths)
-def test_preemption_costs_the_prefill_of_tokens_that_had_kv_and_no_other(work, depth):
-    """A row that ends with the token in flight is never prefilled again."""
-    rollout = Accounted(work, depth).run()
-    whole_s = rollout.num_prefilled + 1
-    shares = rollout.attribution.shares(whole_s, 0.0)
-    assert shares["preemption"] * whole_s == pytest.approx(rollout.num_again)
 
 
 # --- the clock
@@ -295,7 +211,7 @@ def test_shares_of_any_rollout_add_up_to_1(wrap, num_slots):
             shares = check(engine.stats)
             for part in ("compute", "tail", "prefill"):
                 assert shares[part] > 0
-            assert shares["padding"] == shares["preemption"] == 0
+            assert shares["padding"] == 0
             assert sorted(engine.stats.lengths) == lengths
             assert engine.stats.num_stopped == 0
 
@@ -391,16 +307,3 @@ def test_memory_that_grows_within_a_pause_is_not_counted_twice(monkeypatch):
         while engine.busy:
             engine.step()
         check(engine.stats)
-
-
-@pytest.mark.parametrize("offload_bytes", [0, 1 << 20])
-def test_rows_that_pages_run_short_for_cost_time(offload_bytes):
-    config = {**SMALL, "offload_bytes": offload_bytes}
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
-        page_bytes = engine.worker.kv_cache.layout.page_bytes
-    config = RolloutConfig(**config, kv_bytes=16 * page_bytes)
-    sampling = [SamplingParams(max_new_tokens=14 + 5 * i) for i in range(8)]
-    with RolloutEngine(tiny.build(), config) as engine:
-        engine.generate([[9, 10, 11]] * 8, sampling)
-        assert engine.stats.preemptions > 0
-        assert check(engine.stats)["preemption"] > 0

@@ -181,7 +181,7 @@ def test_admissions_share_nothing():
 def test_a_batch_is_not_changed_after_launch():
     no_ints = np.empty(0, np.int64)
     pages, pairs = np.empty((0, 3), np.int64), np.empty((0, 2), np.int64)
-    batch = Batch(no_ints, no_ints, 1, 0, Admission(), [], pages, pairs, pairs, pairs, 0, 0, 0, {})
+    batch = Batch(no_ints, no_ints, 1, 0, Admission(), [], pages, pairs, pairs, pairs, 0, 0)
     assert batch.num_prefilled == 0
     with pytest.raises(FrozenInstanceError):
         batch.policy_version = 2

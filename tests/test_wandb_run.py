@@ -227,11 +227,8 @@ def test_shares_of_the_time_add_up_to_1(run, mode):
         assert shares["padding"] == 0
         whole_s = got["duration_s"] + got["sleep_ms"] / 1e3
         inside = sum(shares[part] for part in ("compute", "tail", "prefill")) * whole_s
-        # In time that belongs to preemption batches run, too, and pages move.
-        assert inside <= rollout.run_s * 1.05
-        assert rollout.run_s * 0.9 <= inside + shares["preemption"] * whole_s
+        assert rollout.run_s * 0.9 <= inside <= rollout.run_s * 1.05
         assert shares["sleep"] * whole_s == pytest.approx((got["sleep_ms"] + got["wake_ms"]) / 1e3)
-    assert sum(got["time/preemption"] for got, _ in pairs(run, mode)) > 0
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

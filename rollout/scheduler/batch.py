@@ -66,8 +66,6 @@ class Batch:
         restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.
         num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
         num_preempted: Rows that lost their lane for want of pages.
-        num_parked: Rows that have lost theirs and have none again.
-        lost: Lanes of rows that enter again, and how many of their tokens had KV that is lost.
         draw: What the draws of its rows take.
     """
 
@@ -83,8 +81,6 @@ class Batch:
     restores: Ints
     num_shared: int
     num_preempted: int
-    num_parked: int
-    lost: dict[int, int]
     draw: Draw = Draw.PLAIN
 
     @property
@@ -114,8 +110,6 @@ class Plan:
     segments: list[Segment] = field(default_factory=list)
     num_shared: int = 0
     num_preempted: int = 0
-    num_parked: int = 0
-    lost: dict[int, int] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -135,8 +129,6 @@ class Plan:
         self.admission.seeds.append(row.request.seed)
         self.admission.temperatures.append(row.request.sampling.temperature)
         self.admission.settings.append(row.request.settings)
-        if row.num_lost:
-            self.lost[lane] = row.num_lost
         if draw >= Draw.PENALISED:
             self.admission.flags.append(token_flags(lane, row.request, row.tokens))
 
@@ -157,8 +149,6 @@ class Plan:
             restores=_pairs(self.restores),
             num_shared=self.num_shared,
             num_preempted=self.num_preempted,
-            num_parked=self.num_parked,
-            lost=self.lost,
             draw=draw,
         )
 

@@ -59,11 +59,10 @@ class Preemption:
 
     def _preempt(self, lane: int, policy_version: int, plan: Plan) -> None:
         plan.num_preempted += 1
-        held, num_had = list[int](), self._lanes.prompts.num_prefilled(lane)
+        held = list[int]()
         if self._lanes.prompts.is_ready(lane):
             self._lanes.enter_prefixes(lane, policy_version)
-            num_had = int(self._lanes.position[lane])
-            num_pages = pages_for(num_had, self._page_tokens)
+            num_pages = pages_for(int(self._lanes.position[lane]), self._page_tokens)
             # ORDER: a token in flight writes its KV before anything is copied off the device
             moved = self._host_pages.offload(self._lanes.held(lane)[:num_pages])
             held, copies = moved or ([], [])
@@ -71,6 +70,4 @@ class Preemption:
             plan.offloads += reversed(copies)
         row = self._lanes.leave(lane)
         row.host_pages = held
-        if not held:
-            row.num_lost = max(row.num_lost, num_had)
         self._line.put_back(row)

@@ -54,11 +54,6 @@ class Prompts:
         """Whether the KV of a lane's prompt is written, or queued to be."""
         return lane not in self._waiting
 
-    def num_prefilled(self, lane: int) -> int:
-        """Tokens that have KV of those that a lane still prefills."""
-        prefill = self._waiting.get(lane)
-        return prefill.start if prefill is not None and prefill.lane == lane else 0
-
     def enter(self, lane: int, prompt: Prompt) -> None:
         """Let rows to come be forked from a lane."""
         self._lanes_of.setdefault(prompt, []).append(lane)

@@ -121,7 +121,6 @@ class Scheduler:
         self._grow(plan)
         if not plan.num_preempted:
             self._admission.admit(policy_version, plan)
-        plan.num_parked = self._line.num_parked
         self._prefill(plan)
         running = lanes.running()
         if lanes.prompts.is_prefilling:

@@ -87,11 +87,6 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._parked) + self._num_waiting
 
-    @property
-    def num_parked(self) -> int:
-        """Rows that have lost their lane."""
-        return len(self._parked)
-
     def __iter__(self) -> Iterator[Row]:
         yield from self._parked
         for group in self._groups.values():

@@ -13,7 +13,6 @@ PARTS = (
     "prefill",
     "padding",
     "tail",
-    "preemption",
     "sleep",
 )
 
@@ -41,18 +40,14 @@ class _Launch:
     Attributes:
         num_rows: Rows that decode.
         num_padded: Rows that the device runs for them.
-        num_wide: Rows that it would run if no lane were idle for the reason `idle`.
-        idle: Part that idle lanes belong to.
-        again: Share of the prompt tokens to prefill whose KV was lost.
-        gap: Part that the time in front of it belongs to; `None`: the host or its upload.
+        num_wide: Rows that it would run if no lane were idle because no row is left for it.
+        was_paused: Whether the time in front of it was the trainer's.
     """
 
     num_rows: int
     num_padded: int
     num_wide: int
-    idle: str
-    again: float
-    gap: str | None
+    was_paused: bool
 
 
 class Attribution:
@@ -63,16 +58,13 @@ class Attribution:
     the others are the host's.
 
     A decode step of `n` rows that runs `p` of them with padding, while `w` have run together
-    before, takes `d` seconds. If `w > p` and no row waits for a lane, the step belongs to the tail;
-    if rows that were preempted wait, pages are short. In both cases the step is as wide as `w`,
-    otherwise as `p`.
+    before, takes `d` seconds. If `w > p` and no row waits for a lane, the step belongs to the tail
+    and is as wide as `w`, otherwise as `p`.
 
     compute: `d * n / width`: what the rows at hand take.
     padding: `d * (p - n) / width`: rows without a request, up to the size that was captured.
     tail: `d * (width - p) / width` in the tail: lanes with no row left to run.
-    preemption: The same while preempted rows wait; prefill of KV that such rows have lost, by its
-        share of the tokens; and time between two batches, if pages move to the host or back.
-    prefill: All other time from the start of a batch to the end of its prefill: no row decodes.
+    prefill: The time from the start of a batch to the end of its prefill: no row decodes.
     h2d_wait: Time between two batches in which the second one is being uploaded.
     sleep: Making room for pages and mapping them, giving them back, and, where the rollout was
         paused, from the end of the batch before to the start of the one after.
@@ -89,8 +81,7 @@ class Attribution:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._launches = deque[_Launch]()
         self._widest = 0  # rows that have run together
-        self._lost = dict[int, int]()  # lane -> tokens of its row that had KV before
-        self._was_paused = self._pages_move = False
+        self._was_paused = False
 
     def paused(self) -> None:
         """The trainer has the device until the next batch."""
@@ -104,55 +95,33 @@ class Attribution:
             num_padded: Rows that the device runs for those that decode.
             num_waiting: Rows that have no lane.
         """
-        again = self._again(batch)
         num_rows = len(batch.rows)
         self._widest = max(self._widest, num_rows)
-        idle = "preemption" if batch.num_parked else "tail"
-        is_short = num_rows and (batch.num_parked or not num_waiting)
-        num_wide = max(num_padded, self._widest) if is_short else num_padded
-        gap = self._gap(batch)
-        self._launches.append(_Launch(num_rows, num_padded, num_wide, idle, again, gap))
-
-    def _again(self, batch: Batch) -> float:
-        """Share of the tokens to prefill that had KV before their rows were preempted."""
-        for lane in batch.admission.lanes:
-            self._lost.pop(lane, None)
-        self._lost |= batch.lost
-        if not (self._lost and batch.segments):
-            return 0.0
-        lost = ((self._lost.get(s.lane, 0) - s.start, len(s.tokens)) for s in batch.segments)
-        return sum(max(0, min(left, count)) for left, count in lost) / batch.num_prefilled
-
-    def _gap(self, batch: Batch) -> str | None:
-        moved = self._pages_move  # beside the batch before: this one reads them
-        self._pages_move = len(batch.restores) > 0
-        was_paused, self._was_paused = self._was_paused, False
-        if was_paused:
-            return "sleep"
-        return "preemption" if moved or len(batch.offloads) or self._pages_move else None
+        num_wide = num_padded if num_waiting else max(num_padded, self._widest)
+        self._launches.append(_Launch(num_rows, num_padded, num_wide, self._was_paused))
+        self._was_paused = False
 
     def ran(self, times: BatchTimes) -> None:
         """Add the times of the oldest batch that was launched and has not been settled."""
         launch, seconds = self._launches.popleft(), self._seconds
         self.busy_s += times.prefill_s + times.decode_s
-        if launch.gap is None:
-            seconds["h2d_wait"] += times.upload_s
+        if launch.was_paused:
+            seconds["sleep"] += times.gap_s
         else:
-            seconds[launch.gap] += times.gap_s
-        seconds["preemption"] += times.prefill_s * launch.again
-        seconds["prefill"] += times.prefill_s * (1 - launch.again)
+            seconds["h2d_wait"] += times.upload_s
+        seconds["prefill"] += times.prefill_s
         self._decoded(launch, times)
 
     def _decoded(self, launch: _Launch, times: BatchTimes) -> None:
         """Split a decode step; without rows it copies pages for those that come back."""
         seconds, step_s = self._seconds, times.decode_s
         if not launch.num_rows:
-            seconds["prefill" if times.prefill_s else "preemption"] += step_s
+            seconds["prefill"] += step_s
             return
         row_s = step_s / launch.num_wide
         seconds["compute"] += row_s * launch.num_rows
         seconds["padding"] += row_s * (launch.num_padded - launch.num_rows)
-        seconds[launch.idle] += row_s * (launch.num_wide - launch.num_padded)
+        seconds["tail"] += row_s * (launch.num_wide - launch.num_padded)
 
     def shares(self, whole_s: float, sleep_s: float) -> dict[str, float]:
         """Share of each part; none before anything ran.

@@ -37,7 +37,6 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "rollout/time/prefill",
             "rollout/time/padding",
             "rollout/time/tail",
-            "rollout/time/preemption",
             "rollout/time/sleep",
         ),
         "ms": ("rollout/wake_ms", "rollout/sleep_ms", "rollout/cast_weights_ms"),
