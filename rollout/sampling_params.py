@@ -112,8 +112,8 @@ class SamplingParams:
     @cached_property
     def suppressed_tokens(self) -> tuple[int, ...]:
         """Tokens that are never drawn."""
-        words = [token for (token,) in self.bad_words_ids]
-        return (*self.suppress_tokens, *(t for t in words if t not in self.eos_token_ids))
+        bad_tokens = [token for (token,) in self.bad_words_ids]
+        return (*self.suppress_tokens, *(t for t in bad_tokens if t not in self.eos_token_ids))
 
     def __new__(cls, **knobs: Any) -> Self:
         """Refuse unknown names with an error that knows the right ones."""
@@ -134,7 +134,7 @@ class SamplingParams:
             _check_between(name, getattr(self, name), least, most)
         for name in ("eos_token_ids", "suppress_tokens"):
             _check_tokens(name, getattr(self, name))
-        _check_words(self.bad_words_ids)
+        _check_bad_words(self.bad_words_ids)
         if not isinstance(self.stop_strings, StopStrings | None):
             raise RequestError(
                 f"stop_strings={self.stop_strings!r}: it must be a StopStrings, which knows the "
@@ -161,10 +161,10 @@ def _check_tokens(name: str, tokens: Any) -> None:
         check_count(RequestError, f"a token of {name}", token, least=0)
 
 
-def _check_words(words: Any) -> None:
-    if not isinstance(words, tuple) or () in words:
-        raise RequestError(f"bad_words_ids={words!r}: it must be a tuple of tuples of ids")
-    for word in words:
+def _check_bad_words(bad_words: Any) -> None:
+    if not isinstance(bad_words, tuple) or () in bad_words:
+        raise RequestError(f"bad_words_ids={bad_words!r}: it must be a tuple of tuples of ids")
+    for word in bad_words:
         _check_tokens("a word of bad_words_ids", word)
         if len(word) > 1:
             raise RequestError(

@@ -199,10 +199,10 @@ def looking(admit):
 
     def look(self, policy_version, plan):
         admit(self, policy_version, plan)
-        if not self._lanes.free or not len(self._line) or self._line.first().in_flight:
+        if not self._lanes.free or not len(self._waiting) or self._waiting.first().in_flight:
             return
-        claim = self._claim(self._line.first(), policy_version)
-        assert claim.room > self._lanes.pages.num_free - self._lanes.growth(), "it would fit"
+        claim = self._claim(self._waiting.first(), policy_version)
+        assert claim.num_pages > self._lanes.pages.num_free - self._lanes.growth(), "it would fit"
 
     return look
 
@@ -303,7 +303,7 @@ def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
     ],
 )
 def test_workloads_come_by_the_hard_places(place):
-    once = settings(max_examples=300, phases=[Phase.generate], database=None)
+    once = settings(max_examples=5000, phases=[Phase.generate], database=None)
     find(workloads(resets=True), lambda work: place in Rollout(work, 2).run().seen, settings=once)
 
 

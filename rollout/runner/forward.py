@@ -197,14 +197,14 @@ class Forward:
         self, logits_RV: Tensor, lanes_R: Tensor, positions_R: Tensor, draw: Draw
     ) -> tuple[Tensor, Tensor]:
         state, num_scores = self.lanes, self.num_scores - self._kept_mass
-        temperatures_R = state.temperatures_L[lanes_R]
-        how = temperatures_R, state.seeds_L[lanes_R], positions_R
+        temperatures_R, seeds_R = state.temperatures_L[lanes_R], state.seeds_L[lanes_R]
+        row_state = temperatures_R, seeds_R, positions_R
         if draw == Draw.PLAIN:
-            sampled_R, scores_RS = sample(logits_RV, *how, num_scores)
+            sampled_R, scores_RS = sample(logits_RV, *row_state, num_scores)
             return sampled_R, pad(scores_RS, (0, 1), value=1.0) if self._kept_mass else scores_RS
         assert state.filters is not None
         among_RV = state.filters.limit(logits_RV, lanes_R, temperatures_R, positions_R, draw)
-        sampled_R, scores_RS = sample_among(logits_RV, among_RV, *how, num_scores)
+        sampled_R, scores_RS = sample_among(logits_RV, among_RV, *row_state, num_scores)
         state.filters.drawn(lanes_R, sampled_R, draw)
         if self._kept_mass:
             mass_R = kept_mass(logits_RV, among_RV, temperatures_R)
