@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.scheduler.batch import Admission, Batch, Segment
+from rollout.scheduler.batch import ADMITTED_ROW, Batch, Segment
 from rollout.telemetry import device_time as stamps
 from rollout.telemetry.device_time import BatchClock, Stamps
 from rollout.telemetry.time_shares import PARTS, Attribution, BatchTimes
@@ -24,7 +24,8 @@ def batch(num_rows=0, prefills=()):
         lanes=np.arange(num_rows),
         policy_version=1,
         max_context=9,
-        admission=Admission(),
+        admitted=np.empty(0, ADMITTED_ROW),
+        flags=[],
         segments=[Segment(lane, 0, np.zeros(count, np.int64)) for lane, count in prefills],
         new_pages=NOTHING,
         copies=NOTHING,

@@ -275,7 +275,7 @@ def test_a_row_whose_pages_are_all_still_there_is_admitted_though_nothing_else_r
     gave_way = step(token=3)
     assert (gave_way.rows.tolist(), gave_way.num_preempted) == ([old], 1)
     back = step()
-    assert (len(back.rows), len(back.restores), back.admission.lanes) == (0, 0, [0])
+    assert (len(back.rows), len(back.restores), back.admitted["lane"].tolist()) == (0, 0, [0])
     assert back.new_pages[:, :2].tolist() == [[0, 0], [0, 1]]
     assert step().rows.tolist() == [young]
 

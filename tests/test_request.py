@@ -10,7 +10,6 @@ import pytest
 from rollout.errors import RequestError, RolloutError
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SETTINGS, Draw, SamplingParams
-from rollout.scheduler.batch import Admission, Batch
 from rollout.scheduler.token_flags import COUNT_UNIT, EOS, SEEN, SUPPRESSED, token_flags
 
 NAN = float("nan")
@@ -170,21 +169,6 @@ def test_nouns_with_arrays_compare_by_identity():
     one, other = (Request(np.array([1, 2]), sampling) for _ in range(2))
     assert one != other  # and no error from comparing arrays
     assert len({one, other}) == 2
-
-
-def test_admissions_share_nothing():
-    one, other = Admission(), Admission()
-    one.lanes.append(3)
-    assert other.lanes == []
-
-
-def test_a_batch_is_not_changed_after_launch():
-    no_ints = np.empty(0, np.int64)
-    pages, pairs = np.empty((0, 3), np.int64), np.empty((0, 2), np.int64)
-    batch = Batch(no_ints, no_ints, 1, 0, Admission(), [], pages, pairs, pairs, pairs, 0, 0)
-    assert batch.num_prefilled == 0
-    with pytest.raises(FrozenInstanceError):
-        batch.policy_version = 2
 
 
 def test_finish_reasons_are_vllms_words():

@@ -139,7 +139,7 @@ def test_rule_9_prefill_is_all_but_the_last_prompt_token_once(work, depth):
         num_tokens = [len(segment.tokens) for segment in batch.segments]
         assert sum(num_tokens) <= work.config.prefill_tokens
         assert 0 not in num_tokens
-        assert batch.segments or len(batch.rows) or len(batch.restores) or batch.admission.lanes
+        assert batch.segments or len(batch.rows) or len(batch.restores) or len(batch.admitted)
 
 
 # --- pages

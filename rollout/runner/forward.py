@@ -86,13 +86,14 @@ class Lanes:
     def admit(self, slot: IOSlot) -> None:
         """Apply a batch's admissions and new pages, where it has any."""
         if slot.admitted.length:
-            lanes, tokens, positions, seeds = slot.admitted.value.unbind(1)
-            self.tokens_L[lanes] = tokens
-            self.positions_L[lanes] = positions
-            self.seeds_L[lanes] = seeds
-            self.temperatures_L[lanes] = slot.temperatures.value
+            field = slot.admitted.field
+            lanes = field("lane").long()
+            self.tokens_L[lanes] = field("token")
+            self.positions_L[lanes] = field("position")
+            self.seeds_L[lanes] = field("seed")
+            self.temperatures_L[lanes] = field("temperature")
             if self.filters is not None:
-                self.filters.admit(slot)
+                self.filters.admit(lanes, field("settings"), slot.flags.value)
         if slot.new_pages.length:
             lanes, index, pages = slot.new_pages.value.unbind(1)
             self.page_table_LP[lanes, index] = pages

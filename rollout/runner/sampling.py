@@ -7,7 +7,6 @@ from rollout.kernels import sample as reference
 from rollout.kernels import top_k_top_p as keep_reference
 from rollout.kernels.penalties import penalise
 from rollout.kernels.sample import scale
-from rollout.runner.slots import IOSlot
 from rollout.sampling_params import SETTINGS, Draw
 from rollout.scheduler.token_flags import COUNT_UNIT, SEEN
 
@@ -107,17 +106,22 @@ class Filters:
         flags = 0 if self.flags_LV is None else self.flags_LV.nbytes
         return self.settings_LS.nbytes + flags
 
-    def admit(self, slot: IOSlot) -> None:
-        """Apply a batch's admissions, of which there are some."""
-        admitted = slot.admitted.value[:, 0]
-        self.settings_LS[admitted] = slot.settings.value
+    def admit(self, lanes: Tensor, settings: Tensor, flags: Tensor) -> None:
+        """Write what rows bring into their lanes.
+
+        Args:
+            lanes: int64, `(rows,)`.
+            settings: float64, `(rows, settings)`.
+            flags: int64, `(entries, 3)`: lane, token id, flags; of penalised rows.
+        """
+        self.settings_LS[lanes] = settings
         # For rows without flags too: the last row of the lane may have left some.
         if self.flags_LV is not None:
-            self.flags_LV.index_fill_(0, admitted, 0)
-        if slot.flags.length:
+            self.flags_LV.index_fill_(0, lanes, 0)
+        if len(flags):
             assert self.flags_LV is not None
-            lanes, tokens, flags = slot.flags.value.unbind(1)
-            self.flags_LV[lanes, tokens] = flags.to(torch.int32)
+            flag_lanes, tokens, values = flags.unbind(1)
+            self.flags_LV[flag_lanes, tokens] = values.to(torch.int32)
 
     def limit(
         self,

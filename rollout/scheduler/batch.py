@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.request import Ints
-from rollout.sampling_params import Draw
+from rollout.sampling_params import SETTINGS, Draw
 from rollout.scheduler.row import Row
 from rollout.scheduler.token_flags import token_flags
 
@@ -26,27 +28,22 @@ class Segment:
     tokens: Ints
 
 
-@dataclass(eq=False)
-class Admission:
-    """Device state of the rows that enter their lanes with this batch, each array `(rows,)`.
+# Fields of 8 bytes come first, so that each field is aligned.
+ADMITTED_ROW = np.dtype(
+    [
+        ("token", np.int64),
+        ("position", np.int64),
+        ("seed", np.int64),
+        ("settings", np.float64, (len(SETTINGS),)),
+        ("lane", np.int32),
+        ("temperature", np.float32),
+    ]
+)
+"""What the device is told of a row that enters a lane.
 
-    Attributes:
-        lanes: Lane of each row.
-        tokens: Last prompt token: the input of the row's first decode step.
-        positions: Its position.
-        seeds: Key of the row's random numbers.
-        temperatures: Divides the row's logits.
-        settings: What else its draws go by, in the order of `SETTINGS`.
-        flags: `(entries, 3)` of each penalised row: lane, token id, flags; see `token_flags`.
-    """
-
-    lanes: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
-    settings: list[tuple[float, ...]] = field(default_factory=list)
-    flags: list[Ints] = field(default_factory=list)
+`token` is the row's last token, which its first decode step feeds, at `position`; `settings` are in
+the order of `SETTINGS`.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +55,8 @@ class Batch:
         lanes: The lane of each at launch, `(rows,)`.
         policy_version: Weights under which it runs.
         max_context: Longest context among the decoding rows, in tokens, the new token included.
-        admission: Rows that enter their lanes first.
+        admitted: Rows that enter their lanes first, an `ADMITTED_ROW` each, `(admitted,)`.
+        flags: `(entries, 3)` of each admitted row that is penalised: lane, token id, flags.
         segments: Prompt tokens to prefill before decoding.
         new_pages: `(pages, 3)`: lane, index in the lane's page table, page id.
         copies: `(copies, 2)`: page to copy, and where to, between prefill and decode.
@@ -73,7 +71,8 @@ class Batch:
     lanes: Ints
     policy_version: int
     max_context: int
-    admission: Admission
+    admitted: NDArray[np.void]
+    flags: Sequence[Ints]
     segments: Sequence[Segment]
     new_pages: Ints
     copies: Ints
@@ -96,13 +95,15 @@ class Batch:
 
 
 _NO_PAGES, _NO_PAIRS = np.empty((0, 3), np.int64), np.empty((0, 2), np.int64)
+_NO_ROWS = np.empty(0, ADMITTED_ROW)
 
 
 @dataclass(eq=False)
 class Plan:
     """What the next batch is to do; the fields are those of `Batch`."""
 
-    admission: Admission = field(default_factory=Admission)
+    admitted: list[tuple[Any, ...]] = field(default_factory=list)
+    flags: list[Ints] = field(default_factory=list)
     new_pages: list[Ints] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     offloads: list[tuple[int, int]] = field(default_factory=list)
@@ -117,20 +118,17 @@ class Plan:
 
         A row that comes back may find all its pages still there, and need no copy.
         """
-        return not (self.segments or self.restores or self.offloads or self.admission.lanes)
+        return not (self.segments or self.restores or self.offloads or self.admitted)
 
     def admit(self, lane: int, row: Row) -> None:
-        """A row enters a lane: its last token is the input of its first decode step there."""
-        tokens = row.tokens if len(row.tokens) else row.request.prompt
-        draw = row.request.sampling.draw
-        self.admission.lanes.append(lane)
-        self.admission.tokens.append(int(tokens[-1]))
-        self.admission.positions.append(row.num_tokens - 1)
-        self.admission.seeds.append(row.request.seed)
-        self.admission.temperatures.append(row.request.sampling.temperature)
-        self.admission.settings.append(row.request.settings)
-        if draw >= Draw.PENALISED:
-            self.admission.flags.append(token_flags(lane, row.request, row.tokens))
+        """Let a row enter a lane."""
+        request, sampling = row.request, row.request.sampling
+        token = (row.tokens if len(row.tokens) else request.prompt)[-1]
+        position, settings = row.num_tokens - 1, request.settings
+        state = (token, position, request.seed, settings, lane, sampling.temperature)
+        self.admitted.append(state)
+        if sampling.draw >= Draw.PENALISED:
+            self.flags.append(token_flags(lane, request, row.tokens))
 
     def batch(
         self, rows: Ints, lanes: Ints, max_context: int, draw: Draw, policy_version: int
@@ -141,7 +139,8 @@ class Plan:
             lanes=lanes,
             policy_version=policy_version,
             max_context=max_context,
-            admission=self.admission,
+            admitted=np.array(self.admitted, ADMITTED_ROW) if self.admitted else _NO_ROWS,
+            flags=self.flags,
             segments=self.segments,
             new_pages=np.concatenate(self.new_pages) if self.new_pages else _NO_PAGES,
             copies=_pairs(self.copies),
