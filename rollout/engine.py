@@ -510,7 +510,7 @@ class RolloutEngine:
     def _prepare(self) -> None:
         """Have a graph for whatever the rows at hand can need."""
         began, before = time.perf_counter(), self.worker.graphs.num_captures
-        self.worker.prepare(*self.scheduler.largest_batch())
+        self.worker.prepare(self.scheduler.largest_batch())
         num_graphs = self.worker.graphs.num_captures - before
         self.stats.warmed_up(num_graphs, time.perf_counter() - began)
 

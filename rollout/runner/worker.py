@@ -1,6 +1,5 @@
 """The device half: twin, pages and graphs, made ready for the rows at hand."""
 
-from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from rollout.runner.graphs import GraphCache
 from rollout.runner.offload import Swap
 from rollout.runner.slots import SlotPair
 from rollout.runner.streams import Streams
-from rollout.sampling_params import Draw
+from rollout.scheduler.batch import Demand
 from rollout.scheduler.pages import TRASH_PAGE, pages_for
 from rollout.support import base_of, check_model, check_placed
 from rollout.telemetry.roofline import Cost
@@ -118,19 +117,13 @@ class Worker:
             self.twin.refresh()
         self._check_unmoved()
 
-    def prepare(self, num_rows: int, longest: int, draws: Collection[Draw]) -> None:
-        """Have a graph for whatever rows can need, over memory as it lies now.
-
-        Args:
-            num_rows: Most rows that decode together.
-            longest: Longest context, in tokens.
-            draws: What the rows' draws take.
-        """
+    def prepare(self, demand: Demand) -> None:
+        """Have a graph for whatever the rows at hand can need, over memory as it lies now."""
         self._compile()
         with self.streams.module.stream(self.streams.compute):
-            self.lanes.open_filters(draws, self.twin.vocab_size)
+            self.lanes.open_filters(demand.draws, self.twin.vocab_size)
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
-        self.graphs.prepare(num_rows, longest, draws, addresses)
+        self.graphs.prepare(demand, addresses)
 
     @property
     def device_uuid(self) -> str | None:

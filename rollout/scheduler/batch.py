@@ -28,6 +28,21 @@ class Segment:
     tokens: Ints
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What the rows at hand can need of one decode step.
+
+    Attributes:
+        num_rows: Most rows that decode together.
+        max_context: Longest context, in tokens.
+        draws: Each kind of draw that some of them need.
+    """
+
+    num_rows: int
+    max_context: int
+    draws: frozenset[Draw]
+
+
 # Fields of 8 bytes come first, so that each field is aligned.
 ADMITTED_ROW = np.dtype(
     [

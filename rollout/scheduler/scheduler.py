@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.request import Completion, FinishReason, Floats, Ints, Request
-from rollout.sampling_params import Draw
 from rollout.scheduler.admission import Admitter
-from rollout.scheduler.batch import Batch, Plan
+from rollout.scheduler.batch import Batch, Demand, Plan
 from rollout.scheduler.host_pages import HostPages
 from rollout.scheduler.lanes import NO_ROW, LaneTable
 from rollout.scheduler.pages import pages_for
@@ -90,15 +89,14 @@ class Scheduler:
         most = self._config.max_rows
         return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
 
-    def largest_batch(self) -> tuple[int, int, set[Draw]]:
-        """Most rows that can decode together, and what the most demanding of them can take.
-
-        That is their longest context, and their kinds of draw.
-        """
+    def largest_batch(self) -> Demand:
+        """What the rows at hand can need of one decode step."""
         rows = [*self._lanes.rows.values(), *self._waiting]
-        longest = max((row.request.max_tokens for row in rows), default=0)
-        draws = {row.request.sampling.draw for row in rows}
-        return min(len(rows), self._config.max_rows), longest, draws
+        return Demand(
+            num_rows=min(len(rows), self._config.max_rows),
+            max_context=max((row.request.max_tokens for row in rows), default=0),
+            draws=frozenset(row.request.sampling.draw for row in rows),
+        )
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Queue requests that are submitted together. Returns their row ids, which go on counting.

@@ -139,7 +139,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
             host_us=host_us,
             host_median_us=host_median_us,
             h2d_bytes=_slope(traced, whole),
-            num_graphs=engine.worker.graphs.num_captured,
+            num_graphs=len(engine.worker.graphs.captured),
             attention="Triton, paged" if torch.cuda.is_available() else "plain torch, paged",
             spent=whole.largest_shares,
         )
