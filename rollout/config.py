@@ -64,6 +64,10 @@ class RolloutConfig:
     compile_layers: bool | None = None
     """Compile decoder layers, which takes seconds, once. `None`: on a GPU."""
 
+    enforce_eager: bool = False
+    """Run decode steps without CUDA graphs, kernel by kernel: slower, for debugging. On a CPU there
+    are none."""
+
     fuse_projections: bool = False
     """Move the weights of q/k/v and of gate/up into one buffer each, when the engine is made, and
     compute each group by one product. Parameters, values and checkpoints stay what they are."""
@@ -133,8 +137,8 @@ class RolloutConfig:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: it must be above 0 and at most 1")
         if self.kv_keep not in ("rollout", "always"):
             raise ConfigError(f"kv_keep={self.kv_keep!r}: it must be 'rollout' or 'always'")
-        switches = ("fuse_projections", "entropies", "kept_mass", "balance_ranks", "progress_bar")
-        for name in switches:
+        switches = ("enforce_eager", "fuse_projections", "entropies", "kept_mass", "balance_ranks")
+        for name in (*switches, "progress_bar"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: it must be True or False")

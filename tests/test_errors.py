@@ -121,6 +121,7 @@ def test_bad_sampling_is_named(knobs, message):
         ({"num_slots": 2.0}, "num_slots=2.0"),
         ({"kv_fraction": "x"}, "kv_fraction='x'"),
         ({"progress_bar": math.nan}, "progress_bar=nan"),
+        ({"enforce_eager": 1}, "enforce_eager=1: it must be True or False"),
         ({"entropies": 1}, "entropies=1: it must be True or False"),
         ({"kept_mass": 1}, "kept_mass=1: it must be True or False"),
         ({"balance_ranks": "yes"}, "balance_ranks='yes': it must be True or False"),

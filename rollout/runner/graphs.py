@@ -42,6 +42,7 @@ class GraphCache:
         streams: The engine's streams.
         max_rows: Rows that may decode in one batch.
         device: Where the model lives.
+        enforce_eager: Capture nothing.
 
     Attributes:
         num_eager: Decode steps on a GPU that no graph ran.
@@ -50,7 +51,13 @@ class GraphCache:
     """
 
     def __init__(
-        self, forward: Forward, streams: Streams, max_rows: int, device: torch.device
+        self,
+        forward: Forward,
+        streams: Streams,
+        max_rows: int,
+        device: torch.device,
+        *,
+        enforce_eager: bool = False,
     ) -> None:
         self.forward = forward
         self.num_eager = self.num_captures = 0
@@ -59,6 +66,7 @@ class GraphCache:
         sizes = (min(size, max_rows) for size in (*_SIZES, max_rows))
         self._sizes = sorted({max(size, forward.least_rows) for size in sizes})
         self._on_gpu = device.type == "cuda"
+        self._captures = self._on_gpu and not enforce_eager
         self._signature: Any = None
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._refused: set[GraphKey] = set()
@@ -85,7 +93,7 @@ class GraphCache:
             signature: Addresses and settings that the graphs have baked in. When they change, all
                 graphs are dropped.
         """
-        if not self._on_gpu or demand.num_rows == 0:
+        if not self._captures or demand.num_rows == 0:
             return
         if signature != self._signature:
             if self._graphs:

@@ -104,7 +104,13 @@ class Worker:
             exact=config.exact,
             least_rows=LEAST_ROWS if config.exact and on_gpu else 1,
         )
-        self.graphs = GraphCache(forward, self.streams, config.max_rows, device)
+        self.graphs = GraphCache(
+            forward,
+            self.streams,
+            config.max_rows,
+            device,
+            enforce_eager=config.enforce_eager,
+        )
         self._compiled_builds = 0
 
     def refresh(self) -> None:
