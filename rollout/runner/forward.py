@@ -21,7 +21,7 @@ from rollout.sampling_params import Draw
 from rollout.scheduler.batch import Segment
 from rollout.scheduler.pages import TRASH_PAGE
 
-# A compiler takes equal sizes for one and the same; this one is no model's.
+# torch.compile merges dimensions of equal size; 13 is no dimension of a model.
 _WARM_UP_ROWS = 13
 
 
@@ -45,9 +45,9 @@ class Lanes:
         tokens_L: Newest token, whose KV is not written yet, int64.
         positions_L: Its position, int64.
         seeds_L: Key of the row's random numbers, int64.
-        temperatures_L: Divides the row's logits, float32.
+        temperatures_L: Divides the row's logits, float32; 0 is greedy.
         page_table_LP: Page ids in token order, int64.
-        filters: What else draws go by; `None` until a row's do.
+        filters: Sampling settings and token flags; `None` until a row needs them.
     """
 
     tokens_L: Tensor
@@ -109,7 +109,7 @@ class Forward:
         entropies: Score each token by the entropy as well.
         kept_mass: And by the probability of the tokens that it was drawn among.
         exact: Attend as the trainer does in exact mode.
-        least_rows: On a GPU a prefill of fewer tokens is padded to so many.
+        least_rows: A prefill of fewer tokens is padded to so many on a GPU.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Forward:
         Args:
             lanes_R: Lanes to run, int64; the trash lane where a row is padding.
             max_context: No row's context is longer, the new token included.
-            draw: What the rows' draws take.
+            draw: The most demanding draw of the rows.
 
         Returns:
             Token ids, int64, `(R,)`, and scores, float32, `(R, num_scores)`.

@@ -1,4 +1,4 @@
-"""A batch in the making: what is put together until it is launched."""
+"""What one step runs, and the plan that it is put together in."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,11 +75,11 @@ class Batch:
         segments: Prompt tokens to prefill before decoding.
         new_pages: `(pages, 3)`: lane, index in the lane's page table, page id.
         copies: `(copies, 2)`: page to copy, and where to, between prefill and decode.
-        offloads: `(pages, 2)`: page to copy to the host, and the host page, before anything else.
-        restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.
-        num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
-        num_preempted: Rows that lost their lane for want of pages.
-        draw: What the draws of its rows take.
+        offloads: `(pages, 2)`: page and host page to copy it to, before anything else.
+        restores: `(pages, 2)`: host page and page to copy it to; only the next batch reads it.
+        num_shared: Prompt tokens of admitted rows whose KV another row has computed.
+        num_preempted: Rows that lost their lane because pages ran out.
+        draw: The most demanding draw of its rows.
     """
 
     rows: Ints
@@ -115,7 +115,7 @@ _NO_ROWS = np.empty(0, ADMITTED_ROW)
 
 @dataclass(eq=False)
 class Plan:
-    """What the next batch is to do; the fields are those of `Batch`."""
+    """The next batch in the making; the fields are those of `Batch`."""
 
     admitted: list[tuple[Any, ...]] = field(default_factory=list)
     flags: list[Ints] = field(default_factory=list)
@@ -129,9 +129,9 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the device has nothing to do or to be told, should no row decode.
+        """Whether there is nothing to launch if no row decodes.
 
-        A row that comes back may find all its pages still there, and need no copy.
+        A restored row may be admitted without any copy: all its pages may still be there.
         """
         return not (self.segments or self.restores or self.offloads or self.admitted)
 
