@@ -94,6 +94,12 @@ class EngineConfig:
         default=None,
         metadata={"help": "Compile decoder layers, once, which takes seconds. None: on a GPU."},
     )
+    enforce_eager: bool = field(
+        default=False,
+        metadata={
+            "help": "Run decode steps without CUDA graphs, kernel by kernel: slower, for debugging."
+        },
+    )
     fuse_projections: bool = field(
         default=False,
         metadata={
@@ -142,7 +148,7 @@ class EngineConfig:
         check_choice(ConfigError, "kv_keep", self.kv_keep, "rollout", "always")
         check_choice(ConfigError, "on_policy", self.on_policy, "close", "exact")
         check_choice(ConfigError, "compile_layers", self.compile_layers, True, False, None)
-        for name in ("fuse_projections", "entropies", "kept_mass"):
+        for name in ("enforce_eager", "fuse_projections", "entropies", "kept_mass"):
             check_choice(ConfigError, name, getattr(self, name), True, False)
 
     def _check_counts(self) -> None:

@@ -243,7 +243,7 @@ class RolloutEngine:
                 return []
             tokens, scores = previous.wait()  # SYNC: the only host wait in a step
             settled = previous.release()
-            completions = self.scheduler.commit(settled, tokens, scores)
+            completions = self.scheduler.settle(settled, tokens, scores)
             self.observer.settled(settled, completions, previous.stamps)
             self._end_if_idle()
             return completions
@@ -312,7 +312,7 @@ class RolloutEngine:
     @property
     def num_graphs(self) -> int:
         """CUDA graphs that are ready to be replayed."""
-        return self.worker.graphs.num_captured
+        return len(self.worker.graphs.captured)
 
     def observing(self, observer: Observer) -> AbstractContextManager[None]:
         """Tell `observer` of each batch that is planned, launched or settled inside.
@@ -555,7 +555,7 @@ class RolloutEngine:
     def _prepare(self) -> None:
         """Have a graph for whatever the rows at hand can need."""
         began, before = time.perf_counter(), self.worker.graphs.num_captures
-        self.worker.prepare(*self.scheduler.largest_batch())
+        self.worker.prepare(self.scheduler.largest_batch())
         num_graphs = self.worker.graphs.num_captures - before
         self._recorder.warmed_up(num_graphs, time.perf_counter() - began)
 

@@ -41,12 +41,12 @@ class Request:
 
     @property
     def settings(self) -> tuple[float, ...]:
-        """What its draws go by besides the temperature, in the order of `SETTINGS`."""
-        how = self.sampling
-        first_stop = len(self.prompt) + how.min_new_tokens
-        penalties = (how.repetition_penalty, how.presence_penalty, how.frequency_penalty)
-        top_k = min(max(how.top_k, 0), _ALL_TOKENS)
-        return (top_k, how.top_p, how.min_p, *penalties, first_stop)
+        """Its sampling settings besides the temperature, in the order of `SETTINGS`."""
+        asked = self.sampling
+        first_stop = len(self.prompt) + asked.min_new_tokens
+        penalties = (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty)
+        top_k = min(max(asked.top_k, 0), _ALL_TOKENS)
+        return (top_k, asked.top_p, asked.min_p, *penalties, first_stop)
 
     @property
     def max_tokens(self) -> int:

@@ -33,16 +33,14 @@ SETTINGS = {
 
 
 class Draw(IntEnum):
-    """What a draw looks at; a step does for all of its rows what one of them needs."""
+    """What drawing a token involves; a step does for all of its rows what one of them needs."""
 
     PLAIN = 0
-    """The logits alone."""
-    KEPT = 1
-    """The logits of the tokens that `top_k`, `top_p` and `min_p` keep."""
-    MARKED = 2
-    """Those, after they were changed by what the device holds of each token of the vocabulary."""
-    WORDS = 3
-    """Those, without the tokens that would complete a word which the device holds of the row."""
+    """Softmax of the logits."""
+    FILTERED = 1
+    """That, among the tokens that `top_k`, `top_p` and `min_p` keep."""
+    PENALISED = 2
+    """That, after penalties and suppression, which read flags of each token on the device."""
 
 
 @refuse_unknown(RequestError)
@@ -92,9 +90,8 @@ class SamplingParams:
     """These are never drawn."""
 
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that are never completed: one token is never drawn, and of more the last is
-    not where prompt and completion end with the others. As in transformers, one that is an EOS
-    token alone is allowed, which `suppress_tokens` does not allow."""
+    """Words of one token each, which are never drawn. As in transformers, a word that is an EOS
+    token is ignored; `suppress_tokens` suppresses EOS tokens too."""
 
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends the row; it is kept as the completion's last token."""
@@ -105,26 +102,19 @@ class SamplingParams:
 
     @property
     def draw(self) -> Draw:
-        """What drawing such a row's tokens takes."""
+        """What drawing a token of such a row involves."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        held_back = self.min_new_tokens > 0 and self.eos_token_ids
-        if self.long_words:
-            return Draw.WORDS
-        if penalties != (1, 0, 0) or self.barred_tokens or held_back:
-            return Draw.MARKED
+        suppressed_eos = self.min_new_tokens > 0 and self.eos_token_ids
+        if penalties != (1, 0, 0) or self.suppressed_tokens or suppressed_eos:
+            return Draw.PENALISED
         keeps_all = (max(self.top_k, 0), self.top_p, self.min_p) == (0, 1, 0)
-        return Draw.PLAIN if keeps_all else Draw.KEPT
+        return Draw.PLAIN if keeps_all else Draw.FILTERED
 
     @cached_property
-    def barred_tokens(self) -> tuple[int, ...]:
+    def suppressed_tokens(self) -> tuple[int, ...]:
         """Tokens that are never drawn."""
-        alone = [word[0] for word in self.bad_words_ids if len(word) == 1]
-        return (*self.suppress_tokens, *(t for t in alone if t not in self.eos_token_ids))
-
-    @cached_property
-    def long_words(self) -> tuple[tuple[int, ...], ...]:
-        """Those of `bad_words_ids` that have more than one token."""
-        return tuple(word for word in self.bad_words_ids if len(word) > 1)
+        bad_tokens = [token for (token,) in self.bad_words_ids]
+        return (*self.suppress_tokens, *(t for t in bad_tokens if t not in self.eos_token_ids))
 
     def __post_init__(self) -> None:
         check_count(RequestError, "max_new_tokens", self.max_new_tokens)
@@ -140,7 +130,7 @@ class SamplingParams:
             _check_between(name, getattr(self, name), least, most)
         for name in ("eos_token_ids", "suppress_tokens"):
             _check_tokens(name, getattr(self, name))
-        _check_words(self.bad_words_ids)
+        _check_bad_words(self.bad_words_ids)
         if not isinstance(self.stop_strings, StopStrings | None):
             raise RequestError(
                 f"stop_strings={self.stop_strings!r}: it must be a StopStrings, which knows the "
@@ -167,8 +157,14 @@ def _check_tokens(name: str, tokens: Any) -> None:
         check_count(RequestError, f"a token of {name}", token, least=0)
 
 
-def _check_words(words: Any) -> None:
-    if not isinstance(words, tuple) or () in words:
-        raise RequestError(f"bad_words_ids={words!r}: it must be a tuple of tuples of ids")
-    for word in words:
+def _check_bad_words(bad_words: Any) -> None:
+    if not isinstance(bad_words, tuple) or () in bad_words:
+        raise RequestError(f"bad_words_ids={bad_words!r}: it must be a tuple of tuples of ids")
+    for word in bad_words:
         _check_tokens("a word of bad_words_ids", word)
+        if len(word) > 1:
+            raise RequestError(
+                f"bad_words_ids: {word} has {len(word)} tokens, and a word must be a single token; "
+                "give the token ids one by one, or as `suppress_tokens`, or check the text in a "
+                "reward function"
+            )

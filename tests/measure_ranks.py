@@ -71,8 +71,8 @@ class DrawnLengths:
     """Rows of a scheduler end where it is drawn, in place of a random EOS."""
 
     def __init__(self, scheduler):
-        self._adds, self._commits = scheduler.add, scheduler.commit
-        scheduler.add, scheduler.commit = self._add, self._commit
+        self._adds, self._settles = scheduler.add, scheduler.settle
+        scheduler.add, scheduler.settle = self._add, self._settle
         self._left, self._eos = np.zeros(0, np.int64), 0
 
     def _add(self, requests):
@@ -82,10 +82,10 @@ class DrawnLengths:
         self._eos = requests[0].sampling.eos_token_ids[0]
         return ids
 
-    def _commit(self, batch, tokens, scores):
+    def _settle(self, batch, tokens, scores):
         self._left[batch.rows] -= 1
         others = np.where(tokens == self._eos, self._eos + 1, tokens)
-        return self._commits(batch, np.where(self._left[batch.rows] < 1, self._eos, others), scores)
+        return self._settles(batch, np.where(self._left[batch.rows] < 1, self._eos, others), scores)
 
 
 def lengths(prompts):

@@ -131,18 +131,19 @@ class Device:
             self.stamps[page] = self.host[host_page]
 
     def admit(self, batch: Batch) -> None:
-        admission = batch.admission
-        self.tokens[admission.lanes] = admission.tokens
-        self.positions[admission.lanes] = admission.positions
-        self.seeds[admission.lanes] = admission.seeds
-        self.temperatures[admission.lanes] = admission.temperatures
-        self.resumed |= self.written.keys() & set(admission.seeds)
-        self.written.update((seed, None) for seed in admission.seeds)
-        for seed in admission.seeds:
+        admitted, lanes = batch.admitted, batch.admitted["lane"]
+        self.tokens[lanes] = admitted["token"]
+        self.positions[lanes] = admitted["position"]
+        self.seeds[lanes] = admitted["seed"]
+        self.temperatures[lanes] = admitted["temperature"]
+        seeds = admitted["seed"].tolist()
+        self.resumed |= self.written.keys() & set(seeds)
+        self.written.update((seed, None) for seed in seeds)
+        for seed in seeds:
             if seed in self.renewed or seed not in self.versions:
                 self.versions[seed] = batch.policy_version
-        self.renewed -= set(admission.seeds)
-        self.page_table[admission.lanes] = TRASH_PAGE  # so that a missing page is noticed
+        self.renewed -= set(seeds)
+        self.page_table[lanes] = TRASH_PAGE  # so that a missing page is noticed
         lanes, index, pages = batch.new_pages.T
         self.page_table[lanes, index] = pages
 
@@ -367,19 +368,15 @@ class Rollout:
             self.seen.add("no host page is left")
 
     def book_admission(self, batch: Batch) -> None:
-        admission = batch.admission
-        assert not admission.marks
-        assert not admission.words
-        columns = [rows for name, rows in vars(admission).items() if name not in ("marks", "words")]
-        for values in zip(*columns, strict=True):
-            lane, token, position, seed, temperature, settings = values
+        assert not batch.flags
+        for token, position, seed, asked, lane, temperature in batch.admitted.tolist():
             row = self.row_of[seed]
             self.queue.remove(row)
             request, known = self.requests[row], self.device.rows[seed]
             assert token == known[position]
             assert position >= len(request.prompt) - 1
             assert temperature == request.sampling.temperature
-            assert settings == request.settings
+            assert tuple(asked) == request.settings
             assert lane not in self.row_in, "a lane with a row was given to another"
             self.row_in[lane] = row
             self.pages[row] = []
@@ -413,7 +410,7 @@ class Rollout:
         """The device may run as late as here: a batch is complete in itself."""
         tokens, logprobs = self.device.run(batch)
         stale = set(batch.rows.tolist()) - set(self.row_in.values())
-        finished = self.scheduler.commit(batch, tokens, logprobs)
+        finished = self.scheduler.settle(batch, tokens, logprobs)
         tokens[:], logprobs[:] = -7, np.nan  # they are the slot's, which is staged again
         in_flight = self.slots[self.turn]
         for completion in finished:
@@ -448,7 +445,7 @@ class Rollout:
         self.scheduler.reset(self.scheduler.pages.num_pages)
         self.seen.add("reset")
         for batch in filter(None, self.slots):
-            assert self.scheduler.commit(batch, *self.device.run(batch)) == []
+            assert self.scheduler.settle(batch, *self.device.run(batch)) == []
             self.seen.add("reset with a batch in flight")
         self.slots = [None] * len(self.slots)
         unfinished = sorted({*self.row_in.values(), *self.queue})

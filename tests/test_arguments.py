@@ -28,6 +28,7 @@ VALUES = {
     "num_slots": 1,
     "on_policy": "exact",
     "compile_layers": False,
+    "enforce_eager": True,
     "fuse_projections": True,
     "entropies": True,
     "kept_mass": True,

@@ -239,9 +239,9 @@ def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change
             model.lm_head.weight.data = model.lm_head.weight.data.clone()
         with pytest.raises(MemoryError), engine.paused(same_weights=True):
             raise MemoryError("injected")
-        rows = [(num_rows, longest) for num_rows, longest, *_ in asked]
+        rows = [(demand.num_rows, demand.max_context) for demand, _ in asked]
         assert rows == [(1, 50), (2, 50), (2, 50), (2, 50)]
-        signatures = [signature for *_, signature in asked]
+        signatures = [signature for _, signature in asked]
         assert signatures[1] != signatures[2] == signatures[3]
         while engine.busy:
             engine.step()

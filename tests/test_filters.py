@@ -7,6 +7,7 @@ import torch
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -20,7 +21,7 @@ from rollout.kernels.philox import gumbel
 from rollout.kernels.top_k_top_p import top_k_top_p
 from rollout.runner.sampling import kept_mass, sample, sample_among
 from rollout.sampling_params import Draw
-from rollout.scheduler.token_flags import HELD, ONCE, STOPS, SUPPRESSED
+from rollout.scheduler.token_flags import COUNT_UNIT, EOS, SEEN, SUPPRESSED
 
 ROWS, VOCAB = 33, 200
 
@@ -49,6 +50,9 @@ def warpers(sampling: SamplingParams, prompt_tokens: int):
         )
     if how.suppress_tokens:
         yield SuppressTokensLogitsProcessor(list(how.suppress_tokens), device="cpu")
+    if how.bad_words_ids:
+        words = [list(word) for word in how.bad_words_ids]
+        yield NoBadWordsLogitsProcessor(words, torch.tensor(how.eos_token_ids))
     yield TemperatureLogitsWarper(float(how.temperature or 1.0))
     if how.top_k > 0:
         yield TopKLogitsWarper(how.top_k)
@@ -121,26 +125,26 @@ def test_nothing_asked_keeps_every_token_and_some_ties_are_kept_together():
 
 def test_the_repetition_penalty_is_transformers():
     logits, tokens = random_logits(), torch.randint(0, VOCAB, (ROWS, 30))
-    marks = torch.zeros(ROWS, VOCAB, dtype=torch.int32).scatter(1, tokens, HELD)
-    found = penalise(logits, marks, torch.tensor([1.3, 0.0, 0.0]).expand(ROWS, 3), column(1.0) > 0)
+    flags = torch.zeros(ROWS, VOCAB, dtype=torch.int32).scatter(1, tokens, SEEN)
+    found = penalise(logits, flags, torch.tensor([1.3, 0.0, 0.0]).expand(ROWS, 3), column(1.0) > 0)
     assert torch.equal(found, RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits))
 
 
 def test_presence_and_frequency_count_what_was_generated():
     logits, tokens = random_logits(), torch.randint(0, 50, (ROWS, 30))
     counts = torch.zeros(ROWS, VOCAB).scatter_add(1, tokens, torch.ones(ROWS, 30))
-    marks = (counts * ONCE).int() + HELD * (counts > 0)
-    marks[:, 60:70] = HELD  # of the prompt
+    flags = (counts * COUNT_UNIT).int() + SEEN * (counts > 0)
+    flags[:, 60:70] = SEEN  # of the prompt
     penalties = torch.tensor([1.0, 0.7, -0.2]).expand(ROWS, 3)
-    found = penalise(logits, marks.int(), penalties, column(1.0) > 0)
+    found = penalise(logits, flags.int(), penalties, column(1.0) > 0)
     torch.testing.assert_close(found, logits - 0.7 * (counts > 0) + 0.2 * counts)
 
 
 def test_what_is_suppressed_is_out_and_what_stops_only_for_a_while():
-    logits, marks = random_logits(), torch.zeros(ROWS, VOCAB, dtype=torch.int32)
-    marks[:, 4], marks[:, 9] = SUPPRESSED | HELD, STOPS
+    logits, flags = random_logits(), torch.zeros(ROWS, VOCAB, dtype=torch.int32)
+    flags[:, 4], flags[:, 9] = SUPPRESSED | SEEN, EOS
     early = torch.arange(ROWS) % 2 == 0
-    found = penalise(logits, marks, torch.tensor([1.0, 0.0, 0.0]).expand(ROWS, 3), early)
+    found = penalise(logits, flags, torch.tensor([1.0, 0.0, 0.0]).expand(ROWS, 3), early)
     wanted = logits.clone()
     wanted[:, 4] = -torch.inf
     wanted[early, 9] = -torch.inf
@@ -200,6 +204,7 @@ ASKED = [
     {"repetition_penalty": 1.4, "top_p": 0.8},
     {"min_new_tokens": 12, "eos_token_ids": (tiny.EOS, 20, 21, 22, 23, 24, 25)},
     {"suppress_tokens": tuple(range(0, tiny.VOCAB, 2))},
+    {"bad_words_ids": tuple((token,) for token in range(1, tiny.VOCAB, 2))},  # EOS among them
     {},
 ]
 
@@ -290,19 +295,19 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened():
     assert len(wanted[3].token_ids) > 30
 
 
-def test_a_lane_forgets_the_marks_of_the_row_before():
+def test_a_lane_forgets_the_flags_of_the_row_before():
     prompts, plain = tiny.prompts(6, seed=5), params({"eos_token_ids": ()})
-    barred = params({"suppress_tokens": tuple(range(2, tiny.VOCAB, 2))})
+    suppressed = params({"suppress_tokens": tuple(range(2, tiny.VOCAB, 2))})
     config = EngineConfig(max_rows=2, page_tokens=4)
     with fakes.with_history_model(RolloutEngine(tiny.build(), config)) as engine:
         wanted = engine.generate(prompts, plain)
         assert engine.worker.lanes.filters is None
-        engine.generate(prompts, barred)
-        marked = engine.generate(prompts, [plain, barred] * 3)
+        engine.generate(prompts, suppressed)
+        penalised = engine.generate(prompts, [plain, suppressed] * 3)
         kept = engine.generate(prompts, [plain, params({"top_k": 3})] * 3)
     for index in range(0, 6, 2):
-        assert marked[index].token_ids == kept[index].token_ids == wanted[index].token_ids
-        assert marked[index].logprobs == wanted[index].logprobs
+        assert penalised[index].token_ids == kept[index].token_ids == wanted[index].token_ids
+        assert penalised[index].logprobs == wanted[index].logprobs
 
 
 def test_a_batch_takes_what_one_of_its_rows_needs():
@@ -316,7 +321,7 @@ def test_a_batch_takes_what_one_of_its_rows_needs():
             SamplingParams(max_new_tokens=7),
         ]
         engine.generate([[9], [10], [11]], how)
-    assert set(seen) == {Draw.PLAIN, Draw.KEPT, Draw.MARKED}
+    assert set(seen) == {Draw.PLAIN, Draw.FILTERED, Draw.PENALISED}
     assert seen[-1] == Draw.PLAIN
 
 
@@ -325,11 +330,12 @@ def test_a_batch_takes_what_one_of_its_rows_needs():
     [
         ({"suppress_tokens": (3, 61)}, "suppress_tokens: token id 61 is outside"),
         ({"min_new_tokens": 2, "eos_token_ids": (99,)}, "eos_token_ids: token id 99 is outside"),
+        ({"bad_words_ids": ((61,),)}, "bad_words_ids: token id 61 is outside"),
         ({"suppress_tokens": tuple(range(61))}, "leave none of the 61 tokens"),
     ],
     ids=str,
 )
-def test_tokens_that_cannot_be_barred_are_named(asked, message):
+def test_tokens_that_cannot_be_suppressed_are_named(asked, message):
     with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         with pytest.raises(RequestError, match=message):
             engine.generate([[9]], params(asked))

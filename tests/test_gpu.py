@@ -4,7 +4,7 @@ import gc
 import logging
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import run_length
@@ -92,7 +92,7 @@ def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters, recor
         completions = engine.generate(prompts, sampling, seeds)
         # Experts in float32 wait for the host inside transformers, so they run eagerly.
         if family not in EXPERTS or dtype != torch.float32:
-            assert engine.worker.graphs.num_captured > 0
+            assert engine.worker.graphs.captured
             assert engine.worker.graphs.num_eager == 0
     gap = gaps(model, prompts, completions, 1.3)
     record_property("gap", f"mean {gap.mean():.1e}, max {gap.max():.1e}")
@@ -142,7 +142,8 @@ def test_rows_that_grow_past_a_split_and_a_graphs_bound_stay_the_trainers(family
     with RolloutEngine(model, config) as engine:
         completions = engine.generate(prompts, sampling)
         assert engine.worker.graphs.num_eager == 0
-        assert {context for _, context, _ in engine.worker.graphs._graphs} == {2048, 8192, 32768}
+        contexts = {key.max_context for key in engine.worker.graphs.captured}
+        assert contexts == {2048, 8192, 32768}
     gap = gaps(model, prompts, completions, 1.3)
     assert gap.max() < (1e-4 if dtype == torch.float32 else 0.05)
 
@@ -175,7 +176,7 @@ ASKED = [
     {"repetition_penalty": 1.4, "top_k": 9},
     {"frequency_penalty": 0.5, "presence_penalty": 0.3, "suppress_tokens": (11, 12, 13)},
     {"min_new_tokens": 12, "eos_token_ids": (tiny.EOS, 20, 21, 22, 23)},
-    {"bad_words_ids": tuple((a, b) for a in range(8, 20) for b in range(8, 50)), "top_p": 0.9},
+    {"bad_words_ids": tuple((token,) for token in range(8, 20)), "top_p": 0.9},
     {},
 ]
 
@@ -196,7 +197,7 @@ def test_filtered_rows_run_in_graphs_and_are_scored_as_by_the_trainer(dtype):
     with RolloutEngine(model, replace(CONFIG, kept_mass=True)) as engine:
         completions = engine.generate(prompts, sampling, seeds)
         assert engine.worker.graphs.num_eager == 0
-        assert {draw for *_, draw in engine.worker.graphs._graphs} == set(Draw)
+        assert {key.draw for key in engine.worker.graphs.captured} == set(Draw)
         again = engine.generate(prompts, sampling, seeds)
     assert rows_of(again) == rows_of(completions)
     for index, how in enumerate(sampling):
@@ -204,7 +205,7 @@ def test_filtered_rows_run_in_graphs_and_are_scored_as_by_the_trainer(dtype):
         gap = gaps(model, prompts[index : index + 1], [found], how.temperature)
         assert gap.max() < (1e-4 if dtype == torch.float32 else 0.05)
         assert not set(found.token_ids) & set(how.suppress_tokens)
-        assert not set(pairwise(found.token_ids)) & set(how.bad_words_ids)
+        assert not {(token,) for token in found.token_ids} & set(how.bad_words_ids)
         assert len(found.token_ids) >= how.min_new_tokens
         assert (min(found.kept_mass) == 1) or how.draw != Draw.PLAIN
 
@@ -223,48 +224,30 @@ def test_filtered_draws_in_float32_are_those_of_the_cpu():
 def test_rows_without_filters_run_the_same_graphs_after_some_that_had_them():
     with RolloutEngine(on_gpu(dtype=torch.bfloat16), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
-        plain = dict(engine.worker.graphs._graphs)
         engine.generate(*filtered_work())
-        assert plain.items() <= engine.worker.graphs._graphs.items()
         assert rows_of(engine.generate(*work())) == wanted
+        # None was dropped, or captured again.
+        assert engine.worker.graphs.num_captures == len(engine.worker.graphs.captured)
 
 
 # --- graphs
 
 
-@pytest.mark.parametrize("draw", Draw, ids=str)
+@pytest.mark.parametrize("asked", [{}, {"top_p": 0.8}, {"suppress_tokens": (9,)}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_graph_and_eager_agree_at_every_padded_size(dtype, draw):
-    asked = {
-        Draw.PLAIN: {},
-        Draw.KEPT: {"top_p": 0.8},
-        Draw.MARKED: {"suppress_tokens": (9,)},
-        Draw.WORDS: {"bad_words_ids": ((9,), (10, 11))},
-    }
-    sampling = SamplingParams(max_new_tokens=3, **asked[draw])
-    with RolloutEngine(on_gpu(dtype=dtype), replace(CONFIG, kept_mass=True)) as engine:
-        graphs = engine.worker.graphs
-        for size in graphs._sizes:
-            engine.generate(tiny.prompts(LANES, seed=size), sampling)
-            lanes, key = graphs.forward.lanes, graphs._key(size, 9, draw)
-            # One page a row, so that no two rows write to the same place.
-            lanes.page_table_LP[:LANES, 0] = torch.arange(1, LANES + 1)
-            positions, tokens = lanes.positions_L.clone().clamp(max=8), lanes.tokens_L.clone()
-            words = lanes.filters.words_LNW.clone() if lanes.filters else None
-            graphs._lanes[:size].copy_(torch.arange(size))
-            results = []
-            for run in (graphs._graphs[key].replay, lambda key=key: graphs._step(*key)):
-                lanes.positions_L.copy_(positions)
-                lanes.tokens_L.copy_(tokens)
-                if words is not None:  # the run before has pushed its tokens onto them
-                    lanes.filters.words_LNW.copy_(words)
-                torch.cuda.synchronize()
-                with torch.no_grad():
-                    run()
-                torch.cuda.synchronize()
-                results.append((graphs._tokens[:size].clone(), graphs._scores[:size].clone()))
-            assert torch.equal(results[0][0], results[1][0])
-            assert torch.equal(results[0][1], results[1][1])
+def test_graphs_give_the_bits_of_eager_steps_at_every_padded_size(dtype, asked):
+    """A row ends in each step, so that all sizes run."""
+    sampling = [SamplingParams(max_new_tokens=1 + i, **asked) for i in range(LANES)]
+    results = []
+    for enforce_eager in (False, True):
+        config = replace(CONFIG, kept_mass=True, enforce_eager=enforce_eager)
+        with RolloutEngine(on_gpu(dtype=dtype), config) as engine:
+            completions = engine.generate(tiny.prompts(LANES), sampling)
+            graphs, num_steps = engine.worker.graphs, engine.stats.decode_steps
+            assert graphs.num_eager == (num_steps if enforce_eager else 0)
+            assert bool(graphs.captured) != enforce_eager
+        results.append([(c.token_ids, c.logprobs, c.kept_mass) for c in completions])
+    assert results[0] == results[1]
 
 
 def test_graphs_share_a_pool_and_go_on_giving_the_same_rows():
@@ -272,9 +255,9 @@ def test_graphs_share_a_pool_and_go_on_giving_the_same_rows():
         wanted = rows_of(engine.generate(*work()))
         for size in (1, 5, LANES, 3):
             engine.generate(tiny.prompts(size), SamplingParams(max_new_tokens=9))
-        captured = engine.worker.graphs.num_captured
+        captured = engine.worker.graphs.num_captures
         assert rows_of(engine.generate(*work())) == wanted
-        assert engine.worker.graphs.num_captured == captured
+        assert engine.worker.graphs.num_captures == captured
         assert engine.worker.graphs.num_eager == 0
 
 
@@ -297,13 +280,13 @@ def test_a_shape_that_cannot_be_captured_runs_eagerly_and_says_so_once(caplog):
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         step = engine.worker.graphs._step
 
-        def waiting(*key):
-            step(*key)
+        def waiting(key):
+            step(key)
             engine.worker.graphs._tokens.sum().item()
 
         engine.worker.graphs._step = waiting
         assert rows_of(engine.generate(*work())) == wanted
-        assert engine.worker.graphs.num_captured == 0
+        assert engine.worker.graphs.captured == []
         assert engine.worker.graphs.num_eager == engine.stats.decode_steps
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
@@ -316,14 +299,14 @@ def test_one_size_that_cannot_be_captured_leaves_the_others_and_torch_alone(capl
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         step = engine.worker.graphs._step
 
-        def greedy(size, *rest):
-            if size == LANES and torch.cuda.is_current_stream_capturing():
+        def greedy(key):
+            if key.num_rows == LANES and torch.cuda.is_current_stream_capturing():
                 torch.empty(2**50, device="cuda")
-            step(size, *rest)
+            step(key)
 
         engine.worker.graphs._step = greedy
         assert rows_of(engine.generate(*work())) == wanted
-        assert engine.worker.graphs.num_captured == len(engine.worker.graphs._sizes) - 1
+        assert [key.num_rows for key in engine.worker.graphs.captured] == [16, 8, 4, 2, 1]
         assert 0 < engine.worker.graphs.num_eager < engine.stats.decode_steps
     assert torch.rand(3, device="cuda").shape == (3,)
     assert len([r for r in caplog.records if "runs eagerly" in r.message]) == 1
@@ -440,9 +423,7 @@ def test_an_update_queued_in_a_pause_waits_for_the_batch_in_flight():
 def test_weights_replaced_in_a_pause_are_the_ones_that_the_next_graph_reads():
     def tokens(graphs):
         model = on_gpu()
-        with RolloutEngine(model, CONFIG) as engine:
-            if not graphs:
-                engine.worker.graphs.prepare = lambda *_: None
+        with RolloutEngine(model, replace(CONFIG, enforce_eager=not graphs)) as engine:
             engine.submit([9, 10, 11], SamplingParams(max_new_tokens=8))
             done = engine.step() + engine.step()
             with engine.paused():
@@ -696,10 +677,10 @@ def test_out_of_memory_in_capture_leaves_eager_steps(caplog):
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         step = engine.worker.graphs._step
 
-        def greedy(*key):
+        def greedy(key):
             if torch.cuda.is_current_stream_capturing():
                 torch.empty(2**50, device="cuda")
-            step(*key)
+            step(key)
 
         engine.worker.graphs._step = greedy
         rows = rows_of(engine.generate(*work()))

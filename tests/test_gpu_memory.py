@@ -15,7 +15,7 @@ import tiny
 import torch
 
 import rollout.memory.arena
-from rollout import RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.memory.arena import MappedArena
 from rollout.scheduler.waiting import Lengths  # noqa: F401 -- for the script below
 

@@ -11,7 +11,7 @@ from rollout.scheduler import lanes as lane_table
 from rollout.scheduler.lanes import UNKNOWN_PART
 from rollout.scheduler.row import Row
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.waiting import Lengths, WaitingLine
+from rollout.scheduler.waiting import Lengths, WaitingQueue
 
 
 def rows_of(*groups, first=0):
@@ -22,61 +22,61 @@ def rows_of(*groups, first=0):
     ]
 
 
-def order_of(line):
-    return [line.pop().id for _ in range(len(line))]
+def order_of(queue):
+    return [queue.pop().id for _ in range(len(queue))]
 
 
 def test_nothing_known_is_first_come_first_served_and_groups_stay_together():
-    line = WaitingLine(Lengths())
-    line.add(rows_of(7, 8, 7, 9, 8, 7))
-    line.add(rows_of(7, 9, first=6))
-    assert order_of(line) == [0, 2, 5, 1, 4, 3, 6, 7]
+    queue = WaitingQueue(Lengths())
+    queue.add(rows_of(7, 8, 7, 9, 8, 7))
+    queue.add(rows_of(7, 9, first=6))
+    assert order_of(queue) == [0, 2, 5, 1, 4, 3, 6, 7]
 
 
 def test_the_longest_known_go_first_behind_those_of_which_nothing_is_known():
     lengths = Lengths()
-    before = WaitingLine(lengths)
+    before = WaitingQueue(lengths)
     before.add(rows_of(1, 2, 3))
     for length in (10, 300, 20):
         before.forget(before.pop(), length)
-    line = WaitingLine(lengths)
+    queue = WaitingQueue(lengths)
     rows = rows_of(1, 2, 4, 3, 2, 5)
-    line.add(rows)
-    assert order_of(line) == [2, 5, 1, 4, 3, 0]
-    assert [line.expected_new(row) for row in rows] == [10, 300, 0, 20, 300, 0]
+    queue.add(rows)
+    assert order_of(queue) == [2, 5, 1, 4, 3, 0]
+    assert [queue.expected_new(row) for row in rows] == [10, 300, 0, 20, 300, 0]
 
 
 def test_a_finished_sibling_tells_of_the_rest_of_its_group():
     lengths = Lengths()
-    lengths_before = WaitingLine(lengths)
+    lengths_before = WaitingQueue(lengths)
     lengths_before.add(rows_of(2, 3))
     for length in (50, 40):
         lengths_before.forget(lengths_before.pop(), length)
-    line = WaitingLine(lengths)
-    line.add(rows_of(1, 1, 1, 2, 3))
-    first = line.pop()
-    line.forget(first, 45)
-    assert order_of(line) == [3, 1, 2, 4]
+    queue = WaitingQueue(lengths)
+    queue.add(rows_of(1, 1, 1, 2, 3))
+    first = queue.pop()
+    queue.forget(first, 45)
+    assert order_of(queue) == [3, 1, 2, 4]
 
 
 def test_a_preempted_row_goes_before_all_others_behind_older_ones():
-    line = WaitingLine(Lengths())
-    line.add(rows_of(1, 2, 3, 4))
-    first, second = line.pop(), line.pop()
-    line.put_back(second)
-    line.put_back(first)
-    assert line.parked(second.id) is second
-    assert order_of(line) == [0, 1, 2, 3]
+    queue = WaitingQueue(Lengths())
+    queue.add(rows_of(1, 2, 3, 4))
+    first, second = queue.pop(), queue.pop()
+    queue.put_back(second)
+    queue.put_back(first)
+    assert queue.preempted(second.id) is second
+    assert order_of(queue) == [0, 1, 2, 3]
     assert (first.age, second.age) == (0, 1)
 
 
 def test_rows_that_are_removed_leave_their_groups():
-    line = WaitingLine(Lengths())
-    line.add(rows_of(1, 1, 2, 3))
-    line.put_back(line.pop())
-    assert {row.id for row in line.remove({0, 1, 2, 99})} == {0, 1, 2}
-    assert len(line) == 1
-    assert order_of(line) == [3]
+    queue = WaitingQueue(Lengths())
+    queue.add(rows_of(1, 1, 2, 3))
+    queue.put_back(queue.pop())
+    assert {row.id for row in queue.remove({0, 1, 2, 99})} == {0, 1, 2}
+    assert len(queue) == 1
+    assert order_of(queue) == [3]
 
 
 def test_prompts_seen_last_are_remembered():
@@ -117,7 +117,7 @@ def makespan(scheduler, groups, lengths, policy_version, longest=6000, num_pages
         for row in rows:
             num_done[row] += 1
         tokens = np.array([1 if num_done[row] == length_of[row] else 5 for row in rows], np.int64)
-        scheduler.commit(batch, tokens, np.zeros((len(rows), 1), np.float32))
+        scheduler.settle(batch, tokens, np.zeros((len(rows), 1), np.float32))
         steps += 1
     return steps
 

@@ -79,7 +79,7 @@ class Rows:
         assert self.pool.num_used == len(set(self.held))
         assert self.pool.num_free == self.num_pages - 1 - len(set(self.held))
         assert self.pool.num_shared == sum(count > 1 for count in Counter(self.held).values())
-        assert all(self.pool.still_holds(use) == (count > 0) for use, count in self.uses.items())
+        assert all(self.pool.is_current(use) == (count > 0) for use, count in self.uses.items())
         self.pool.check(np.array(self.held, np.int64))
 
 
@@ -138,9 +138,9 @@ def test_a_page_that_is_kept_for_its_beginning_still_holds_it():
     uses = [pool.use(page) for page in pages.tolist()]
     pool.prefixes.add([b"beginning"], pages.tolist())
     pool.free(pages)
-    assert [pool.still_holds(use) for use in uses] == [True, False, False]
+    assert [pool.is_current(use) for use in uses] == [True, False, False]
     pool.allocate(3)
-    assert not any(pool.still_holds(use) for use in uses)
+    assert not any(pool.is_current(use) for use in uses)
 
 
 def test_taking_more_than_all_pages_is_a_bug_of_ours():

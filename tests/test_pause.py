@@ -240,7 +240,7 @@ def test_an_interrupt_while_rows_are_dropped_ends_every_row(monkeypatch, num_for
         ids = submit_all(engine, work())
         for _ in range(12):
             engine.step()
-        forget, forgotten = engine.scheduler._line.forget, []
+        forget, forgotten = engine.scheduler._waiting.forget, []
 
         def interrupted(row, num_tokens):
             if len(forgotten) == num_forgotten:
@@ -248,7 +248,7 @@ def test_an_interrupt_while_rows_are_dropped_ends_every_row(monkeypatch, num_for
             forgotten.append(row)
             forget(row, num_tokens)
 
-        monkeypatch.setattr(engine.scheduler._line, "forget", interrupted)
+        monkeypatch.setattr(engine.scheduler._waiting, "forget", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.abort(ids)
         assert not engine.busy

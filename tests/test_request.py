@@ -10,8 +10,7 @@ import pytest
 from rollout.errors import RequestError, RolloutError
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SETTINGS, Draw, SamplingParams
-from rollout.scheduler.batch import Admission, Batch
-from rollout.scheduler.token_flags import HELD, ONCE, STOPS, SUPPRESSED, marks_of
+from rollout.scheduler.token_flags import COUNT_UNIT, EOS, SEEN, SUPPRESSED, token_flags
 
 NAN = float("nan")
 
@@ -61,11 +60,20 @@ def test_good_values_are_kept(knobs):
         ({"min_new_tokens": 5}, "min_new_tokens=5: "),
         ({"suppress_tokens": [3]}, r"suppress_tokens=\[3\]: "),
         ({"suppress_tokens": (-3,)}, "a token of suppress_tokens=-3: "),
+        ({"bad_words_ids": [(3,)]}, r"bad_words_ids=\[\(3,\)\]: "),
+        ({"bad_words_ids": ((),)}, r"bad_words_ids=\(\(\),\): "),
+        ({"bad_words_ids": ([3],)}, r"a word of bad_words_ids=\[3\]: "),
     ],
 )
 def test_a_bad_value_is_named_with_its_knob(knobs, message):
     with pytest.raises(RequestError, match=f"^{message}it must be "):
         SamplingParams(**{"max_new_tokens": 4, **knobs})
+
+
+def test_a_word_of_several_tokens_is_refused_and_told_what_to_do_instead():
+    message = r"bad_words_ids: \(4, 7\) has 2 tokens, .* one by one, or as `suppress_tokens`, or"
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(max_new_tokens=4, bad_words_ids=((3,), (4, 7)))
 
 
 @pytest.mark.parametrize(
@@ -98,14 +106,16 @@ def test_a_bad_request_is_a_value_error_too():
         ({"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1}, Draw.PLAIN),
         ({"temperature": 0.3, "eos_token_ids": (2,)}, Draw.PLAIN),
         ({"min_new_tokens": 3}, Draw.PLAIN),  # nothing could end it before
-        ({"top_k": 5}, Draw.KEPT),
-        ({"top_p": 0.99}, Draw.KEPT),
-        ({"min_p": 0.01}, Draw.KEPT),
-        ({"min_new_tokens": 3, "eos_token_ids": (2,)}, Draw.MARKED),
-        ({"suppress_tokens": (2,)}, Draw.MARKED),
-        ({"repetition_penalty": 1.1, "top_k": 5}, Draw.MARKED),
-        ({"presence_penalty": -0.1}, Draw.MARKED),
-        ({"frequency_penalty": 0.1}, Draw.MARKED),
+        ({"top_k": 5}, Draw.FILTERED),
+        ({"top_p": 0.99}, Draw.FILTERED),
+        ({"min_p": 0.01}, Draw.FILTERED),
+        ({"min_new_tokens": 3, "eos_token_ids": (2,)}, Draw.PENALISED),
+        ({"suppress_tokens": (2,)}, Draw.PENALISED),
+        ({"bad_words_ids": ((2,),)}, Draw.PENALISED),
+        ({"bad_words_ids": ((2,),), "eos_token_ids": (2,)}, Draw.PLAIN),
+        ({"repetition_penalty": 1.1, "top_k": 5}, Draw.PENALISED),
+        ({"presence_penalty": -0.1}, Draw.PENALISED),
+        ({"frequency_penalty": 0.1}, Draw.PENALISED),
     ],
     ids=str,
 )
@@ -118,17 +128,17 @@ def test_settings_of_no_effect_are_the_neutral_ones():
     assert request.settings == (*list(SETTINGS.values())[:-1], 3)
 
 
-def test_marks_of_a_row_count_what_it_has_generated():
+def test_token_flags_count_what_the_row_has_generated():
     sampling = SamplingParams(
         max_new_tokens=9, min_new_tokens=2, suppress_tokens=(4, 8), eos_token_ids=(5, 2)
     )
-    marks = marks_of(3, Request(np.array([5, 4]), sampling), np.array([9, 5, 9]))
-    assert marks.tolist() == [
-        [3, 2, STOPS],
-        [3, 4, HELD | SUPPRESSED],
-        [3, 5, HELD | STOPS | ONCE],
+    flags = token_flags(3, Request(np.array([5, 4]), sampling), np.array([9, 5, 9]))
+    assert flags.tolist() == [
+        [3, 2, EOS],
+        [3, 4, SEEN | SUPPRESSED],
+        [3, 5, SEEN | EOS | COUNT_UNIT],
         [3, 8, SUPPRESSED],
-        [3, 9, HELD | 2 * ONCE],
+        [3, 9, SEEN | 2 * COUNT_UNIT],
     ]
 
 
@@ -159,21 +169,6 @@ def test_nouns_with_arrays_compare_by_identity():
     one, other = (Request(np.array([1, 2]), sampling) for _ in range(2))
     assert one != other  # and no error from comparing arrays
     assert len({one, other}) == 2
-
-
-def test_admissions_share_nothing():
-    one, other = Admission(), Admission()
-    one.lanes.append(3)
-    assert other.lanes == []
-
-
-def test_a_batch_is_not_changed_after_launch():
-    no_ints = np.empty(0, np.int64)
-    pages, pairs = np.empty((0, 3), np.int64), np.empty((0, 2), np.int64)
-    batch = Batch(no_ints, no_ints, 1, 0, Admission(), [], pages, pairs, pairs, pairs, 0, 0, 0, {})
-    assert batch.num_prefilled == 0
-    with pytest.raises(FrozenInstanceError):
-        batch.policy_version = 2
 
 
 def test_finish_reasons_are_vllms_words():

@@ -21,7 +21,7 @@ from rollout.sampling_params import Draw
 from rollout.scheduler.batch import Segment
 from rollout.scheduler.pages import TRASH_PAGE
 
-# A compiler takes equal sizes for one and the same; this one is no model's.
+# torch.compile merges dimensions of equal size; 13 is no dimension of a model.
 _WARM_UP_ROWS = 13
 
 
@@ -45,9 +45,9 @@ class Lanes:
         tokens_L: Newest token, whose KV is not written yet, int64.
         positions_L: Its position, int64.
         seeds_L: Key of the row's random numbers, int64.
-        temperatures_L: Divides the row's logits, float32.
+        temperatures_L: Divides the row's logits, float32; 0 is greedy.
         page_table_LP: Page ids in token order, int64.
-        filters: What else draws go by; `None` until a row's do.
+        filters: Sampling settings and token flags; `None` until a row needs them.
     """
 
     tokens_L: Tensor
@@ -76,30 +76,24 @@ class Lanes:
         """The lane of padding rows."""
         return len(self.positions_L) - 1
 
-    def open_filters(
-        self, draws: Collection[Draw], vocab_size: int, words: tuple[int, int]
-    ) -> bool:
-        """Have what these kinds of draws need, and tables of words of this shape, at least.
-
-        Returns:
-            Whether those tables lie elsewhere now.
-        """
+    def open_filters(self, draws: Collection[Draw], vocab_size: int) -> None:
+        """Have the state that these kinds of draws read."""
         if self.filters is None and max(draws, default=Draw.PLAIN) > Draw.PLAIN:
             self.filters = Filters(len(self.positions_L), self.positions_L.device)
-        if self.filters is not None and max(draws, default=Draw.PLAIN) >= Draw.MARKED:
-            self.filters.open_marks(vocab_size)
-        return self.filters is not None and Draw.WORDS in draws and self.filters.open_words(*words)
+        if self.filters is not None and Draw.PENALISED in draws:
+            self.filters.open_flags(vocab_size)
 
     def admit(self, slot: IOSlot) -> None:
         """Apply a batch's admissions and new pages, where it has any."""
         if slot.admitted.length:
-            lanes, tokens, positions, seeds = slot.admitted.value.unbind(1)
-            self.tokens_L[lanes] = tokens
-            self.positions_L[lanes] = positions
-            self.seeds_L[lanes] = seeds
-            self.temperatures_L[lanes] = slot.temperatures.value
+            field = slot.admitted.field
+            lanes = field("lane").long()
+            self.tokens_L[lanes] = field("token")
+            self.positions_L[lanes] = field("position")
+            self.seeds_L[lanes] = field("seed")
+            self.temperatures_L[lanes] = field("temperature")
             if self.filters is not None:
-                self.filters.admit(slot)
+                self.filters.admit(lanes, field("settings"), slot.flags.value)
         if slot.new_pages.length:
             lanes, index, pages = slot.new_pages.value.unbind(1)
             self.page_table_LP[lanes, index] = pages
@@ -115,7 +109,7 @@ class Forward:
         entropies: Score each token by the entropy as well.
         kept_mass: And by the probability of the tokens that it was drawn among.
         exact: Attend as the trainer does in exact mode.
-        least_rows: On a GPU a prefill of fewer tokens is padded to so many.
+        least_rows: A prefill of fewer tokens is padded to so many on a GPU.
     """
 
     def __init__(
@@ -176,7 +170,7 @@ class Forward:
         Args:
             lanes_R: Lanes to run, int64; the trash lane where a row is padding.
             max_context: No row's context is longer, the new token included.
-            draw: What the rows' draws take.
+            draw: The most demanding draw of the rows.
 
         Returns:
             Token ids, int64, `(R,)`, and scores, float32, `(R, num_scores)`.
@@ -204,14 +198,14 @@ class Forward:
         self, logits_RV: Tensor, lanes_R: Tensor, positions_R: Tensor, draw: Draw
     ) -> tuple[Tensor, Tensor]:
         state, num_scores = self.lanes, self.num_scores - self._kept_mass
-        temperatures_R = state.temperatures_L[lanes_R]
-        how = temperatures_R, state.seeds_L[lanes_R], positions_R
+        temperatures_R, seeds_R = state.temperatures_L[lanes_R], state.seeds_L[lanes_R]
+        row_state = temperatures_R, seeds_R, positions_R
         if draw == Draw.PLAIN:
-            sampled_R, scores_RS = sample(logits_RV, *how, num_scores)
+            sampled_R, scores_RS = sample(logits_RV, *row_state, num_scores)
             return sampled_R, pad(scores_RS, (0, 1), value=1.0) if self._kept_mass else scores_RS
         assert state.filters is not None
         among_RV = state.filters.limit(logits_RV, lanes_R, temperatures_R, positions_R, draw)
-        sampled_R, scores_RS = sample_among(logits_RV, among_RV, *how, num_scores)
+        sampled_R, scores_RS = sample_among(logits_RV, among_RV, *row_state, num_scores)
         state.filters.drawn(lanes_R, sampled_R, draw)
         if self._kept_mass:
             mass_R = kept_mass(logits_RV, among_RV, temperatures_R)

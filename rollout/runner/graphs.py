@@ -5,10 +5,10 @@ input on the compute stream, and tokens out of their output, which lies outside 
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count, product, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,15 +17,19 @@ from rollout.runner.forward import Forward
 from rollout.runner.slots import IOSlot
 from rollout.runner.streams import Streams
 from rollout.sampling_params import Draw
-from rollout.scheduler.batch import Batch
+from rollout.scheduler.batch import Batch, Demand
 
 logger = logging.getLogger(__name__)
 
 _SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 
-# Padded rows, the bound of the context, and what the draws take.
-_Key = tuple[int, int, Draw]
+class GraphKey(NamedTuple):
+    """What a graph has baked in. Keys sort by size."""
+
+    num_rows: int  # padding included
+    max_context: int
+    draw: Draw
 
 
 class GraphCache:
@@ -38,6 +42,7 @@ class GraphCache:
         streams: The engine's streams.
         max_rows: Rows that may decode in one batch.
         device: Where the model lives.
+        enforce_eager: Capture nothing.
 
     Attributes:
         num_eager: Decode steps on a GPU that no graph ran.
@@ -46,7 +51,13 @@ class GraphCache:
     """
 
     def __init__(
-        self, forward: Forward, streams: Streams, max_rows: int, device: torch.device
+        self,
+        forward: Forward,
+        streams: Streams,
+        max_rows: int,
+        device: torch.device,
+        *,
+        enforce_eager: bool = False,
     ) -> None:
         self.forward = forward
         self.num_eager = self.num_captures = 0
@@ -55,9 +66,10 @@ class GraphCache:
         sizes = (min(size, max_rows) for size in (*_SIZES, max_rows))
         self._sizes = sorted({max(size, forward.least_rows) for size in sizes})
         self._on_gpu = device.type == "cuda"
+        self._captures = self._on_gpu and not enforce_eager
         self._signature: Any = None
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
-        self._refused: set[_Key] = set()
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._refused: set[GraphKey] = set()
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
         trash_lane = forward.lanes.trash_lane
@@ -69,23 +81,19 @@ class GraphCache:
         self._scores = torch.zeros(shape, dtype=torch.float32, device=device)
 
     @property
-    def num_captured(self) -> int:
-        """Graphs ready to be replayed."""
-        return len(self._graphs)
+    def captured(self) -> list[GraphKey]:
+        """The graphs that are ready to be replayed."""
+        return list(self._graphs)
 
-    def prepare(
-        self, num_rows: int, max_context: int, draws: Collection[Draw], signature: Any
-    ) -> None:
+    def prepare(self, demand: Demand, signature: Any) -> None:
         """Capture what a rollout can need, before it is served, largest first.
 
         Args:
-            num_rows: Most rows that decode together.
-            max_context: Longest context.
-            draws: What draws of some of them take: a batch does for all its rows what one needs.
-            signature: Addresses and settings that the graphs have baked in. Where they have
-                changed, what was captured is dropped.
+            demand: What its rows can need; a batch draws for all its rows as one of them needs.
+            signature: Addresses and settings that the graphs have baked in. When they change, all
+                graphs are dropped.
         """
-        if not self._on_gpu or num_rows == 0:
+        if not self._captures or demand.num_rows == 0:
             return
         if signature != self._signature:
             if self._graphs:
@@ -95,15 +103,10 @@ class GraphCache:
             self.pool_bytes = 0
             self._open_pool()
         self._signature = None  # an interrupt spoils the pool, and all is captured anew
-        for key in sorted(self._keys(num_rows, max_context, draws), reverse=True):
+        for key in sorted(self._keys(demand), reverse=True):
             if key not in self._graphs and key not in self._refused:
                 self._capture(key)
         self._signature = signature
-
-    def forget(self, draw: Draw) -> None:
-        """Drop the graphs of one kind of draw: what they read has moved."""
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[2] != draw}
-        self._refused = {key for key in self._refused if key[2] != draw}
 
     @torch.no_grad()
     def run(self, slot: IOSlot) -> None:
@@ -122,9 +125,9 @@ class GraphCache:
 
     def _decode(self, slot: IOSlot, batch: Batch) -> None:
         num_rows = len(batch.rows)
-        size, context, draw = key = self._key(num_rows, batch.max_context, batch.draw)
+        key = self._key(num_rows, batch.max_context, batch.draw)
         self._lanes[:num_rows].copy_(slot.lanes.value)
-        self._lanes[num_rows:size].fill_(self.forward.lanes.trash_lane)
+        self._lanes[num_rows : key.num_rows].fill_(self.forward.lanes.trash_lane)
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -132,31 +135,32 @@ class GraphCache:
                 slot.stamps.graph_launched()
         else:
             self.num_eager += self._on_gpu
-            self._step(size, context, draw)
+            self._step(key)
         slot.tokens[:num_rows].copy_(self._tokens[:num_rows])
         slot.scores[:num_rows].copy_(self._scores[:num_rows])
 
-    def _step(self, size: int, context: int, draw: Draw) -> None:
+    def _step(self, key: GraphKey) -> None:
         """What is captured."""
-        tokens, scores = self.forward.decode(self._lanes[:size], context, draw)
-        self._tokens[:size].copy_(tokens)
-        self._scores[:size].copy_(scores)
+        lanes = self._lanes[: key.num_rows]
+        tokens, scores = self.forward.decode(lanes, key.max_context, key.draw)
+        self._tokens[: key.num_rows].copy_(tokens)
+        self._scores[: key.num_rows].copy_(scores)
 
     @torch.no_grad()
-    def _capture(self, key: _Key) -> None:
-        """Capture one size, or note that it runs eagerly and warn once."""
+    def _capture(self, key: GraphKey) -> None:
+        """Capture one graph, or note that its steps run eagerly and warn once."""
         graph = torch.cuda.CUDAGraph()
         with self._streams.module.stream(self._streams.compute):
             self._lanes.fill_(self.forward.lanes.trash_lane)
-            if self._compiles(*key):
-                self._step(*key)  # else a capture would compile
+            if self._runs_new_kernels(key):
+                self._step(key)  # compiles them: a capture must not
             try:
-                if all(draw != key[2] for *_, draw in self._graphs):
+                if all(captured.draw != key.draw for captured in self._graphs):
                     with _no_host_waits():
-                        self._step(*key)  # what waits would spoil the capture and its pool
+                        self._step(key)  # a host wait would spoil the capture and its pool
                 reserved = torch.cuda.memory_reserved()
                 with _capturing(graph, self._pool):
-                    self._step(*key)
+                    self._step(key)
                 self.pool_bytes += torch.cuda.memory_reserved() - reserved
             except RuntimeError as error:
                 self._refuse(key, error)
@@ -164,15 +168,20 @@ class GraphCache:
         self._graphs[key] = graph
         self.num_captures += 1
 
-    def _compiles(self, size: int, context: int, draw: Draw) -> bool:
-        """Whether a step may run what was not compiled. What a context takes is so at any size."""
-        sized = any((s, d) == (size, draw) for s, _, d in self._graphs)
-        return not sized or all(c != context for _, c, _ in self._graphs)
+    def _runs_new_kernels(self, key: GraphKey) -> bool:
+        """Whether a step may run a kernel that no captured graph has.
 
-    def _refuse(self, key: _Key, error: RuntimeError) -> None:
+        Some kernels are compiled for the number of rows and the draw, others for the context alone,
+        and none for all three.
+        """
+        rows_and_draws = {(captured.num_rows, captured.draw) for captured in self._graphs}
+        contexts = {captured.max_context for captured in self._graphs}
+        return (key.num_rows, key.draw) not in rows_and_draws or key.max_context not in contexts
+
+    def _refuse(self, key: GraphKey, error: RuntimeError) -> None:
         if not self._refused:
             text = "decode of %d rows cannot be captured and runs eagerly, more slowly: %s"
-            logger.warning(text, key[0], error)
+            logger.warning(text, key.num_rows, error)
         self._refused.add(key)
         self._open_pool()
 
@@ -192,19 +201,19 @@ class GraphCache:
             return num_rows
         return next(size for size in self._sizes if size >= num_rows)
 
-    def _key(self, num_rows: int, max_context: int, draw: Draw = Draw.PLAIN) -> _Key:
-        """Every whole number that a graph bakes in."""
+    def _key(self, num_rows: int, max_context: int, draw: Draw = Draw.PLAIN) -> GraphKey:
+        """The least key that serves so many rows of such a context."""
         if not self._on_gpu:
-            return num_rows, max_context, draw
+            return GraphKey(num_rows, max_context, draw)
         contexts = (context for context in _contexts() if context >= max_context)
-        return self.padded(num_rows), next(contexts), draw
+        return GraphKey(self.padded(num_rows), next(contexts), draw)
 
-    def _keys(self, num_rows: int, max_context: int, draws: Collection[Draw]) -> list[_Key]:
-        """All keys up to a size and a context."""
-        largest, longest, _ = self._key(num_rows, max_context)
-        sizes = [size for size in self._sizes if size <= largest]
-        contexts = takewhile(lambda context: context <= longest, _contexts())
-        return list(product(sizes, contexts, draws))
+    def _keys(self, demand: Demand) -> list[GraphKey]:
+        """Every key that a batch can come to need."""
+        largest = self._key(demand.num_rows, demand.max_context)
+        sizes = [size for size in self._sizes if size <= largest.num_rows]
+        contexts = takewhile(lambda context: context <= largest.max_context, _contexts())
+        return [GraphKey(*key) for key in product(sizes, contexts, demand.draws)]
 
 
 def _contexts() -> Iterator[int]:

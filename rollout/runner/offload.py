@@ -116,8 +116,8 @@ def _chunk_sizes(num_bytes: int, page_bytes: int) -> Iterator[int]:
 
 
 def _host_bytes() -> int:
-    """Memory of this machine, or of the container that this process may fill."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    """Memory of the host, or of the container that this process runs in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, ValueError):  # no such file, or "max"
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
-    return min(found)
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+    return min(limits)

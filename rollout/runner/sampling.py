@@ -2,17 +2,13 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rollout.kernels import sample as reference
 from rollout.kernels import top_k_top_p as top_k_top_p_reference
 from rollout.kernels.penalties import penalise
 from rollout.kernels.sample import scale
-from rollout.kernels.words import bar_words, push
-from rollout.runner.slots import IOSlot
 from rollout.sampling_params import SETTINGS, Draw
-from rollout.scheduler.token_flags import HELD, ONCE
-from rollout.scheduler.words import NO_TOKEN
+from rollout.scheduler.token_flags import COUNT_UNIT, SEEN
 
 
 def sample(
@@ -78,67 +74,54 @@ def kept_mass(logits_RV: Tensor, among_RV: Tensor, temperature_R: Tensor) -> Ten
 
 
 class Filters:
-    """Settings, marks and words by lane: made when a row first needs them, written on admission.
+    """Sampling settings and token flags by lane, written on admission.
+
+    They take memory only once a row needs them.
 
     Args:
         num_lanes: Lanes, the trash lane included.
         device: Where the model lives.
 
     Attributes:
-        settings_LS: In the order of `SETTINGS`, float64, in which whole numbers are exact.
-        marks_LV: As `scheduler.token_flags` has them, int32; `None` until a row needs them.
-        words_LNW: As `scheduler.words` has them, int32; without a line until a row needs some.
+        settings_LS: In the order of `SETTINGS`, float64, which holds integers exactly.
+        flags_LV: See `scheduler.token_flags`, int32; `None` until a row needs them.
     """
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:
         neutral = torch.tensor(list(SETTINGS.values()), dtype=torch.float64, device=device)
-        # ALIAS: graphs read and write them, so they stay as long as the engine lives; where tables
-        # of words are made anew, graphs that read them are forgotten
+        # ALIAS: graphs read and write them, so they stay as long as the engine lives
         self.settings_LS = neutral.repeat(num_lanes, 1)
-        self.marks_LV: Tensor | None = None
-        self.words_LNW = neutral.new_zeros((num_lanes, 0, 0), dtype=torch.int32)
+        self.flags_LV: Tensor | None = None
 
-    def open_marks(self, vocab_size: int) -> None:
-        """Have marks of every lane, of which new ones say nothing yet."""
+    def open_flags(self, vocab_size: int) -> None:
+        """Allocate flags for every lane, all 0, unless they are there."""
         shape = (len(self.settings_LS), vocab_size)
-        # Of other embeddings the twin is another copy, for which graphs are captured anew.
-        if self.marks_LV is None or self.marks_LV.shape != shape:
-            self.marks_LV = self.settings_LS.new_zeros(shape, dtype=torch.int32)
-
-    def open_words(self, num_lines: int, length: int) -> bool:
-        """Have tables of so many lines of so many tokens, at least; whether they were made anew.
-
-        What live rows have in theirs stays. Sizes at least double, so that rollouts of ever more
-        words capture few graphs again.
-        """
-        _, lines, tokens = self.words_LNW.shape
-        more = max(num_lines, 2 * lines) - lines if num_lines > lines else 0
-        longer = max(length, 2 * tokens) - tokens if length > tokens else 0
-        if more or longer:
-            self.words_LNW = pad(self.words_LNW, (0, longer, 0, more), value=NO_TOKEN)
-        return more + longer > 0
+        # The vocabulary changes with the twin alone, for which all graphs are captured anew.
+        if self.flags_LV is None or self.flags_LV.shape != shape:
+            self.flags_LV = self.settings_LS.new_zeros(shape, dtype=torch.int32)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of it takes."""
-        marks = 0 if self.marks_LV is None else self.marks_LV.nbytes
-        return self.settings_LS.nbytes + self.words_LNW.nbytes + marks
+        """Bytes of settings and flags."""
+        flags = 0 if self.flags_LV is None else self.flags_LV.nbytes
+        return self.settings_LS.nbytes + flags
 
-    def admit(self, slot: IOSlot) -> None:
-        """Apply a batch's admissions, of which there are some."""
-        admitted = slot.admitted.value[:, 0]
-        self.settings_LS[admitted] = slot.settings.value
-        # Also of rows without marks or words: the last row of their lane may have left some.
-        if self.marks_LV is not None:
-            self.marks_LV.index_fill_(0, admitted, 0)
-        if slot.marks.length:
-            assert self.marks_LV is not None
-            lanes, tokens, marks = slot.marks.value.unbind(1)
-            self.marks_LV[lanes, tokens] = marks.to(torch.int32)
-        self.words_LNW.index_fill_(0, admitted, NO_TOKEN)
-        if slot.words.length:
-            lanes, lines, places, tokens = slot.words.value.unbind(1)
-            self.words_LNW[lanes, lines, places] = tokens.to(torch.int32)
+    def admit(self, lanes: Tensor, settings: Tensor, flags: Tensor) -> None:
+        """Write what rows bring into their lanes.
+
+        Args:
+            lanes: int64, `(rows,)`.
+            settings: float64, `(rows, settings)`.
+            flags: int64, `(entries, 3)`: lane, token id, flags; of penalised rows.
+        """
+        self.settings_LS[lanes] = settings
+        # For rows without flags too: the last row of the lane may have left some.
+        if self.flags_LV is not None:
+            self.flags_LV.index_fill_(0, lanes, 0)
+        if len(flags):
+            assert self.flags_LV is not None
+            flag_lanes, tokens, values = flags.unbind(1)
+            self.flags_LV[flag_lanes, tokens] = values.to(torch.int32)
 
     def limit(
         self,
@@ -148,36 +131,27 @@ class Filters:
         positions_R: Tensor,
         draw: Draw,
     ) -> Tensor:
-        """The logits to draw from, before the temperature, with `-inf` for tokens to leave out.
+        """The logits to draw from: penalised, and `-inf` for tokens that must not be drawn.
 
-        Args:
-            logits_RV: As the model gives them.
-            lanes_R: Lane of each row.
-            temperature_R: Divides the logits.
-            positions_R: Position of the token to draw.
-            draw: What the rows need.
+        They are not yet divided by the temperature.
 
         Returns:
             float32, `(R, V)`.
         """
         settings_RS, logits_RV = self.settings_LS[lanes_R], logits_RV.float()
         top_k_R, top_p_R, min_p_R, *penalties, first_stop_R = settings_RS.unbind(1)
-        if draw >= Draw.MARKED:
-            assert self.marks_LV is not None
+        if draw >= Draw.PENALISED:
+            assert self.flags_LV is not None
             penalties_R3 = torch.stack(penalties, dim=1).float()
             early_R = positions_R < first_stop_R
-            logits_RV = penalise(logits_RV, self.marks_LV[lanes_R], penalties_R3, early_R)
-        if draw == Draw.WORDS:
-            logits_RV = bar_words(logits_RV, self.words_LNW[lanes_R])
+            logits_RV = penalise(logits_RV, self.flags_LV[lanes_R], penalties_R3, early_R)
         scaled_RV = scale(logits_RV, temperature_R)
         kept_RV = top_k_top_p(scaled_RV, top_k_R.long(), top_p_R.float(), min_p_R.float())
         return logits_RV.masked_fill(~kept_RV, -torch.inf)
 
     def drawn(self, lanes_R: Tensor, tokens_R: Tensor, draw: Draw) -> None:
-        """Mark the token that each row has drawn, and let the row end with it."""
-        if draw >= Draw.MARKED:
-            assert self.marks_LV is not None
-            where = (lanes_R, tokens_R)
-            self.marks_LV[where] = (self.marks_LV[where] | HELD) + ONCE
-        if draw == Draw.WORDS:
-            self.words_LNW[lanes_R, 0] = push(self.words_LNW[lanes_R], tokens_R)
+        """Count the token that each row has drawn."""
+        if draw >= Draw.PENALISED:
+            assert self.flags_LV is not None
+            index = (lanes_R, tokens_R)
+            self.flags_LV[index] = (self.flags_LV[index] | SEEN) + COUNT_UNIT

@@ -5,7 +5,7 @@ nothing, and every call below is done when it returns.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from rollout.request import Floats, Ints
 from rollout.runner.streams import Streams
-from rollout.sampling_params import SETTINGS
-from rollout.scheduler.batch import Admission, Batch, Segment
+from rollout.scheduler.batch import ADMITTED_ROW, Batch, Segment
 from rollout.telemetry.device_time import Stamps
 
 
@@ -64,6 +63,32 @@ class Staged:
     def value(self) -> Tensor:
         """What was staged, on the device."""
         return self._device[: self.length]
+
+
+class StagedRecords(Staged):
+    """Records of several fields, which travel as bytes in one copy.
+
+    Args:
+        num_records: Most records that may be staged.
+        dtype: Of a record. Its size is a multiple of 8 bytes, and each field is aligned.
+        device: Where they travel to.
+    """
+
+    def __init__(self, num_records: int, dtype: np.dtype[np.void], device: torch.device) -> None:
+        super().__init__((num_records, dtype.itemsize), torch.uint8, device)
+        self._array = self._array.view(dtype)[:, 0]
+        # ALIAS: the fields are views of the buffer on the device
+        fields: Mapping[str, Any] = dtype.fields or {}
+        self._fields = {name: self._view(*place[:2]) for name, place in fields.items()}
+
+    def _view(self, dtype: np.dtype[Any], offset: int) -> Tensor:
+        field_bytes = self._device[:, offset : offset + dtype.itemsize]
+        values = field_bytes.view(getattr(torch, dtype.base.name))
+        return values if dtype.shape else values[:, 0]
+
+    def field(self, name: str) -> Tensor:
+        """One field of what was staged, on the device: `(records,)`, or `(records, values)`."""
+        return self._fields[name][: self.length]
 
 
 class StagedOnce:
@@ -137,21 +162,15 @@ class IOSlot:
         self.batch: Batch | None = None
         self.lanes = ints(max_rows)
         self.new_pages = ints(max_rows * max_row_pages, 3)
-        self.admitted = ints(max_rows, 4)
-        self.temperatures = Staged((max_rows,), torch.float32, device)
-        self.settings = Staged((max_rows, len(SETTINGS)), torch.float64, device)
-        self.marks = StagedOnce(device)
-        self.words = StagedOnce(device)
+        self.admitted = StagedRecords(max_rows, ADMITTED_ROW, device)
+        self.flags = StagedOnce(device)
         self.prefill = ints(prefill_tokens, 3)
         self.runs = ints(max_rows, 4)
         self._staged = (
             self.lanes,
             self.new_pages,
             self.admitted,
-            self.temperatures,
-            self.settings,
-            self.marks,
-            self.words,
+            self.flags,
             self.prefill,
             self.runs,
         )
@@ -174,16 +193,9 @@ class IOSlot:
         self.batch, self.stamps = batch, next(self._stamps)
         self.lanes.stage(batch.lanes)
         self.new_pages.stage(batch.new_pages)
-        self._stage_admission(batch.admission)
+        self.admitted.stage(batch.admitted)
+        self.flags.stage(batch.flags)
         self._stage_prefill(batch.segments)
-
-    def _stage_admission(self, admission: Admission) -> None:
-        state = (admission.lanes, admission.tokens, admission.positions, admission.seeds)
-        self.admitted.stage(np.array(state, np.int64).T)
-        self.temperatures.stage(admission.temperatures)
-        self.settings.stage(admission.settings)
-        self.marks.stage(admission.marks)
-        self.words.stage(admission.words)
 
     def _stage_prefill(self, segments: Sequence[Segment]) -> None:
         self.runs.length = self.prefill.length = 0

@@ -1,6 +1,5 @@
 """The device half: twin, pages and graphs, made ready for the rows at hand."""
 
-from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from rollout.runner.graphs import GraphCache
 from rollout.runner.offload import Swap
 from rollout.runner.slots import SlotPair
 from rollout.runner.streams import Streams
-from rollout.sampling_params import Draw
+from rollout.scheduler.batch import Demand
 from rollout.scheduler.pages import TRASH_PAGE, pages_for
 from rollout.support import base_of, check_model, check_placed
 from rollout.telemetry.roofline import Cost
@@ -105,7 +104,13 @@ class Worker:
             exact=config.exact,
             least_rows=LEAST_ROWS if config.exact and on_gpu else 1,
         )
-        self.graphs = GraphCache(forward, self.streams, config.max_rows, device)
+        self.graphs = GraphCache(
+            forward,
+            self.streams,
+            config.max_rows,
+            device,
+            enforce_eager=config.enforce_eager,
+        )
         self._compiled_builds = 0
 
     def refresh(self) -> None:
@@ -118,27 +123,13 @@ class Worker:
             self.twin.refresh()
         self._check_unmoved()
 
-    def prepare(
-        self, num_rows: int, longest: int, draws: Collection[Draw], words: tuple[int, int]
-    ) -> None:
-        """Have a graph for whatever rows can need, over memory as it lies now.
-
-        Args:
-            num_rows: Most rows that decode together.
-            longest: Longest context, in tokens.
-            draws: What the rows' draws take.
-            words: Lines and length of the largest table of words.
-        """
+    def prepare(self, demand: Demand) -> None:
+        """Have a graph for whatever the rows at hand can need, over memory as it lies now."""
         self._compile()
         with self.streams.module.stream(self.streams.compute):
-            moved = True  # unless it ends without an interrupt, and says otherwise
-            try:
-                moved = self.lanes.open_filters(draws, self.twin.vocab_size, words)
-            finally:
-                if moved:
-                    self.graphs.forget(Draw.WORDS)
+            self.lanes.open_filters(demand.draws, self.twin.vocab_size)
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
-        self.graphs.prepare(num_rows, longest, draws, addresses)
+        self.graphs.prepare(demand, addresses)
 
     @property
     def device_uuid(self) -> str | None:

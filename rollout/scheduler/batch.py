@@ -1,15 +1,16 @@
-"""A batch in the making: what is put together until it is launched."""
+"""What one step runs, and the plan that it is put together in."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.request import Ints
-from rollout.sampling_params import Draw
+from rollout.sampling_params import SETTINGS, Draw
 from rollout.scheduler.row import Row
-from rollout.scheduler.token_flags import marks_of
-from rollout.scheduler.words import lines_of
+from rollout.scheduler.token_flags import token_flags
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,29 +28,37 @@ class Segment:
     tokens: Ints
 
 
-@dataclass(eq=False)
-class Admission:
-    """Device state of the rows that enter their lanes with this batch, each array `(rows,)`.
+@dataclass(frozen=True)
+class Demand:
+    """What the rows at hand can need of one decode step.
 
     Attributes:
-        lanes: Lane of each row.
-        tokens: Last prompt token: the input of the row's first decode step.
-        positions: Its position.
-        seeds: Key of the row's random numbers.
-        temperatures: Divides the row's logits.
-        settings: What else its draws go by, in the order of `SETTINGS`.
-        marks: `(marks, 3)` of each row: lane, token id, and mark; see `scheduler.token_flags`.
-        words: `(entries, 4)` of each row: lane, line, place, token id; see `scheduler.words`.
+        num_rows: Most rows that decode together.
+        max_context: Longest context, in tokens.
+        draws: Each kind of draw that some of them need.
     """
 
-    lanes: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
-    settings: list[tuple[float, ...]] = field(default_factory=list)
-    marks: list[Ints] = field(default_factory=list)
-    words: list[Ints] = field(default_factory=list)
+    num_rows: int
+    max_context: int
+    draws: frozenset[Draw]
+
+
+# Fields of 8 bytes come first, so that each field is aligned.
+ADMITTED_ROW = np.dtype(
+    [
+        ("token", np.int64),
+        ("position", np.int64),
+        ("seed", np.int64),
+        ("settings", np.float64, (len(SETTINGS),)),
+        ("lane", np.int32),
+        ("temperature", np.float32),
+    ]
+)
+"""What the device is told of a row that enters a lane.
+
+`token` is the row's last token, which its first decode step feeds, at `position`; `settings` are in
+the order of `SETTINGS`.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,24 +70,24 @@ class Batch:
         lanes: The lane of each at launch, `(rows,)`.
         policy_version: Weights under which it runs.
         max_context: Longest context among the decoding rows, in tokens, the new token included.
-        admission: Rows that enter their lanes first.
+        admitted: Rows that enter their lanes first, an `ADMITTED_ROW` each, `(admitted,)`.
+        flags: `(entries, 3)` of each admitted row that is penalised: lane, token id, flags.
         segments: Prompt tokens to prefill before decoding.
         new_pages: `(pages, 3)`: lane, index in the lane's page table, page id.
         copies: `(copies, 2)`: page to copy, and where to, between prefill and decode.
-        offloads: `(pages, 2)`: page to copy to the host, and the host page, before anything else.
-        restores: `(pages, 2)`: host page to copy back, and the page; read by the next batch first.
-        num_shared: Prompt tokens of admitted rows that need no prefill: another row's serve.
-        num_preempted: Rows that lost their lane for want of pages.
-        num_parked: Rows that have lost theirs and have none again.
-        lost: Lanes of rows that enter again, and how many of their tokens had KV that is lost.
-        draw: What the draws of its rows take.
+        offloads: `(pages, 2)`: page and host page to copy it to, before anything else.
+        restores: `(pages, 2)`: host page and page to copy it to; only the next batch reads it.
+        num_shared: Prompt tokens of admitted rows whose KV another row has computed.
+        num_preempted: Rows that lost their lane because pages ran out.
+        draw: The most demanding draw of its rows.
     """
 
     rows: Ints
     lanes: Ints
     policy_version: int
     max_context: int
-    admission: Admission
+    admitted: NDArray[np.void]
+    flags: Sequence[Ints]
     segments: Sequence[Segment]
     new_pages: Ints
     copies: Ints
@@ -86,8 +95,6 @@ class Batch:
     restores: Ints
     num_shared: int
     num_preempted: int
-    num_parked: int
-    lost: dict[int, int]
     draw: Draw = Draw.PLAIN
 
     @property
@@ -103,13 +110,15 @@ class Batch:
 
 
 _NO_PAGES, _NO_PAIRS = np.empty((0, 3), np.int64), np.empty((0, 2), np.int64)
+_NO_ROWS = np.empty(0, ADMITTED_ROW)
 
 
 @dataclass(eq=False)
 class Plan:
-    """What the next batch is to do; the fields are those of `Batch`."""
+    """The next batch in the making; the fields are those of `Batch`."""
 
-    admission: Admission = field(default_factory=Admission)
+    admitted: list[tuple[Any, ...]] = field(default_factory=list)
+    flags: list[Ints] = field(default_factory=list)
     new_pages: list[Ints] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     offloads: list[tuple[int, int]] = field(default_factory=list)
@@ -117,33 +126,24 @@ class Plan:
     segments: list[Segment] = field(default_factory=list)
     num_shared: int = 0
     num_preempted: int = 0
-    num_parked: int = 0
-    lost: dict[int, int] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the device has nothing to do or to be told, should no row decode.
+        """Whether there is nothing to launch if no row decodes.
 
-        A row that comes back may find all its pages still there, and need no copy.
+        A restored row may be admitted without any copy: all its pages may still be there.
         """
-        return not (self.segments or self.restores or self.offloads or self.admission.lanes)
+        return not (self.segments or self.restores or self.offloads or self.admitted)
 
     def admit(self, lane: int, row: Row) -> None:
-        """A row enters a lane: its last token is the input of its first decode step there."""
-        tokens = row.tokens if len(row.tokens) else row.request.prompt
-        draw = row.request.sampling.draw
-        self.admission.lanes.append(lane)
-        self.admission.tokens.append(int(tokens[-1]))
-        self.admission.positions.append(row.num_tokens - 1)
-        self.admission.seeds.append(row.request.seed)
-        self.admission.temperatures.append(row.request.sampling.temperature)
-        self.admission.settings.append(row.request.settings)
-        if row.num_lost:
-            self.lost[lane] = row.num_lost
-        if draw >= Draw.MARKED:
-            self.admission.marks.append(marks_of(lane, row.request, row.tokens))
-        if draw == Draw.WORDS:
-            self.admission.words.append(lines_of(lane, row.request, row.tokens))
+        """Let a row enter a lane."""
+        request, sampling = row.request, row.request.sampling
+        token = (row.tokens if len(row.tokens) else request.prompt)[-1]
+        position, settings = row.num_tokens - 1, request.settings
+        state = (token, position, request.seed, settings, lane, sampling.temperature)
+        self.admitted.append(state)
+        if sampling.draw >= Draw.PENALISED:
+            self.flags.append(token_flags(lane, request, row.tokens))
 
     def batch(
         self, rows: Ints, lanes: Ints, max_context: int, draw: Draw, policy_version: int
@@ -154,7 +154,8 @@ class Plan:
             lanes=lanes,
             policy_version=policy_version,
             max_context=max_context,
-            admission=self.admission,
+            admitted=np.array(self.admitted, ADMITTED_ROW) if self.admitted else _NO_ROWS,
+            flags=self.flags,
             segments=self.segments,
             new_pages=np.concatenate(self.new_pages) if self.new_pages else _NO_PAGES,
             copies=_pairs(self.copies),
@@ -162,8 +163,6 @@ class Plan:
             restores=_pairs(self.restores),
             num_shared=self.num_shared,
             num_preempted=self.num_preempted,
-            num_parked=self.num_parked,
-            lost=self.lost,
             draw=draw,
         )
 

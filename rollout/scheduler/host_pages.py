@@ -1,22 +1,34 @@
 """Ids of pages in host memory, and which pages on the device they are copies of."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from rollout.request import Ints
-from rollout.scheduler.pages import PageAllocator
+from rollout.scheduler.pages import PageAllocator, PageUse
 
 NO_PAGE = -1
 
-_Use = tuple[int, int]
+
+@dataclass(frozen=True)
+class Offload:
+    """Where the host keeps a row's pages.
+
+    Attributes:
+        host_pages: One for each of the row's pages, in order.
+        copies: `(page, host page)` of those that the host has yet to copy.
+    """
+
+    host_pages: list[int]
+    copies: list[tuple[int, int]]
 
 
 class HostPages:
-    """Hands out host pages to rows that lose their lane.
+    """Hands out host pages to preempted rows.
 
-    A page that several rows share is copied once, and brought back once: as long as a row holds
-    it, or it is kept for its beginning, the others need no copy.
+    A page that several rows share is copied once, and restored once: as long as a row uses it on
+    the device, or it is cached as a known prefix, the others need no copy.
 
     Args:
         num_pages: Host pages that there are.
@@ -26,58 +38,53 @@ class HostPages:
     def __init__(self, num_pages: int, pages: PageAllocator) -> None:
         self._pages = pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._holders = np.zeros(num_pages, np.int64)
-        self._copy_of: dict[_Use, int] = {}
-        self._original: dict[int, _Use] = {}
+        self._ref_counts = np.zeros(num_pages, np.int64)
+        self._copy_of: dict[PageUse, int] = {}
+        self._original: dict[int, PageUse] = {}
 
     @property
     def num_used(self) -> int:
-        """Host pages that rows hold."""
-        return len(self._holders) - len(self._free)
+        """Host pages that rows have."""
+        return len(self._ref_counts) - len(self._free)
 
-    def offload(self, pages: Ints) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Have the host hold what `pages` do.
-
-        Returns:
-            Host pages, one a page, and the copies `(page, host page)` to make; `None` if there
-            are not enough.
-        """
+    def offload(self, pages: Ints) -> Offload | None:
+        """Take host pages for a row's `pages`; `None` if too few are free."""
         uses = [self._pages.use(page) for page in pages.tolist()]
         missing = [use for use in uses if use not in self._copy_of]
         if len(missing) > len(self._free):
             return None
         for use in missing:
-            host = self._free.pop()
-            self._copy_of[use], self._original[host] = host, use
-        held = [self._copy_of[use] for use in uses]
-        self._holders[held] += 1
-        return held, [(use[0], self._copy_of[use]) for use in missing]
+            host_page = self._free.pop()
+            self._copy_of[use], self._original[host_page] = host_page, use
+        host_pages = [self._copy_of[use] for use in uses]
+        self._ref_counts[host_pages] += 1
+        return Offload(host_pages, [(use.page, self._copy_of[use]) for use in missing])
 
-    def originals(self, held: list[int]) -> Ints:
-        """The page on the device that still holds the same as each host page, or `NO_PAGE`."""
-        uses = [self._original[host] for host in held]
-        found = [use[0] if self._pages.still_holds(use) else NO_PAGE for use in uses]
-        return np.array(found, np.int64)
+    def originals(self, host_pages: list[int]) -> Ints:
+        """The page on the device that still has the contents of each host page, or `NO_PAGE`."""
+        uses = [self._original[host_page] for host_page in host_pages]
+        pages = [use.page if self._pages.is_current(use) else NO_PAGE for use in uses]
+        return np.array(pages, np.int64)
 
-    def restored(self, held: list[int], pages: Ints) -> None:
-        """A row holds `pages` with the same as these host pages, and gives those up."""
-        for host, page in zip(held, pages.tolist(), strict=True):
-            del self._copy_of[self._original[host]]
-            use = self._original[host] = self._pages.use(page)
-            self._copy_of[use] = host
-        self.free(held)
+    def restored(self, host_pages: list[int], pages: Ints) -> None:
+        """A row has `pages` on the device with the contents of its host pages, and frees those."""
+        for host_page, page in zip(host_pages, pages.tolist(), strict=True):
+            del self._copy_of[self._original[host_page]]
+            use = self._original[host_page] = self._pages.use(page)
+            self._copy_of[use] = host_page
+        self.free(host_pages)
 
-    def free(self, held: Iterable[int]) -> None:
+    def free(self, host_pages: Iterable[int]) -> None:
         """Take back a row's host pages."""
-        for host in held:
-            self._holders[host] -= 1
-            if self._holders[host] == 0:
-                del self._copy_of[self._original.pop(host)]
-                self._free.append(host)
+        for host_page in host_pages:
+            self._ref_counts[host_page] -= 1
+            if self._ref_counts[host_page] == 0:
+                del self._copy_of[self._original.pop(host_page)]
+                self._free.append(host_page)
 
-    def check(self, held: list[int]) -> None:
-        """Assert that `held`, with those of several rows several times, are all in use."""
-        holders = np.bincount(np.array(held, np.int64), minlength=len(self._holders))
-        assert np.array_equal(holders, self._holders), "a host page leaked or has two contents"
-        assert sorted(self._free) == list(np.flatnonzero(holders == 0))
-        assert set(self._original) == set(self._copy_of.values()) == set(held)
+    def check(self, host_pages: list[int]) -> None:
+        """Assert that these host pages, once for each row that has them, are all that is in use."""
+        ref_counts = np.bincount(np.array(host_pages, np.int64), minlength=len(self._ref_counts))
+        assert np.array_equal(ref_counts, self._ref_counts), "a host page leaked or is shared"
+        assert sorted(self._free) == list(np.flatnonzero(ref_counts == 0))
+        assert set(self._original) == set(self._copy_of.values()) == set(host_pages)

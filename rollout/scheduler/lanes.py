@@ -1,6 +1,6 @@
 """What the host knows of each lane, in arrays that are updated for all rows at once."""
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from rollout.config import EngineConfig
 from rollout.request import Floats, Ints
 from rollout.sampling_params import Draw
 from rollout.scheduler.pages import PageAllocator, page_keys
-from rollout.scheduler.prefill import Prompts
+from rollout.scheduler.prefill import PrefillQueue
 from rollout.scheduler.row import Row
 from rollout.stop_strings import StopStrings
 
@@ -22,8 +22,15 @@ UNKNOWN_PART = 16
 Number = TypeVar("Number", int, Ints)
 
 
+class Ended(NamedTuple):
+    """Lanes whose rows end with the token that was settled."""
+
+    by_stop: Ints
+    by_length: Ints
+
+
 class LaneTable:
-    """Rows in lanes, the pages they hold, and the prompts they have.
+    """Rows in lanes, and their pages and prompts.
 
     Arrays are by lane, `(lanes,)`; a free lane holds zeros and `NO_ROW`.
 
@@ -38,11 +45,11 @@ class LaneTable:
     def __init__(self, config: EngineConfig, max_row_pages: int) -> None:
         num_lanes, self._page_tokens = config.max_rows, config.page_tokens
         self.pages = PageAllocator()
-        self.prompts = Prompts()
+        self.prefill_queue = PrefillQueue()
         self.rows: dict[int, Row] = {}
         self.free = list(range(num_lanes - 1, -1, -1))
         self.num_left = 0
-        self.arriving: set[int] = set()  # lanes whose KV is on its way back from the host
+        self.restoring: set[int] = set()  # lanes whose KV is being copied back from the host
         self.row = np.full(num_lanes, NO_ROW, np.int64)
         self.ready = np.zeros(num_lanes, bool)
         self.position = np.zeros(num_lanes, np.int64)
@@ -77,13 +84,13 @@ class LaneTable:
         return self.ready & (self.num_launched < self.max_new)
 
     def draw(self, lanes: Ints) -> Draw:
-        """What the most demanding of the rows in `lanes` takes."""
+        """The most demanding draw of the rows in `lanes`."""
         if np.count_nonzero(self._draw) == 0:
             return Draw.PLAIN
         return Draw(int(self._draw[lanes].max(initial=Draw.PLAIN)))
 
     def growth(self) -> int:
-        """Pages that the rows in lanes are expected to need besides those that they hold."""
+        """Pages that the rows in lanes are expected to need besides those that they have."""
         state = self.position, self.num_launched, self.max_new, self.expected_new
         return int(expected_growth(*state, self.num_pages, self._page_tokens).sum())
 
@@ -92,7 +99,7 @@ class LaneTable:
         return int(np.where(self.row == NO_ROW, -1, self.age).argmax())
 
     def enter(self, row: Row) -> int:
-        """Give a row a free lane. It holds no page yet, and is not ready."""
+        """Give a row a free lane. It has no page yet, and is not ready."""
         lane, sampling = self.free.pop(), row.request.sampling
         self.rows[lane] = row
         self.row[lane], self.age[lane] = row.id, row.age
@@ -110,7 +117,7 @@ class LaneTable:
         return lane
 
     def leave(self, lane: int) -> Row:
-        """Take a row out of its lane, with its tokens, and give up all that it holds.
+        """Take a row out of its lane, with its tokens, and free its pages.
 
         A batch in flight may still run it, and write into its pages.
         """
@@ -120,10 +127,10 @@ class LaneTable:
         self._log.leave(lane, self.num_settled[lane], row)
         # ORDER: lanes and pages are touched on the compute stream alone, or behind it, so whatever
         # reuses them is launched behind the batch in flight
-        self.prompts.leave(lane)
-        self.pages.free(self.held(lane))
+        self.prefill_queue.leave(lane)
+        self.pages.free(self.pages_of(lane))
         self.free.append(lane)
-        self.arriving.discard(lane)
+        self.restoring.discard(lane)
         self.row[lane], self.ready[lane] = NO_ROW, False
         for array in (self.position, self.num_launched, self.num_settled, self.max_new, self._draw):
             array[lane] = 0
@@ -131,8 +138,8 @@ class LaneTable:
         self._forget_stops(lane, row)
         return row
 
-    def held(self, lane: int) -> Ints:
-        """The pages that a lane's row holds, in order."""
+    def pages_of(self, lane: int) -> Ints:
+        """The pages of a lane's row, in order."""
         return self.page_table[lane, : self.num_pages[lane]]
 
     def take_pages(self, lane: int, pages: Ints) -> Ints:
@@ -150,17 +157,15 @@ class LaneTable:
         self.num_pages[lanes] += 1
         return np.stack([lanes, index, pages], axis=1)
 
-    def settle(
-        self, lanes: Ints, tokens: Ints, scores: Floats, policy_version: int
-    ) -> tuple[Ints, Ints]:
-        """Record each lane's token; lanes whose row that ends, by what it is, and by its length."""
+    def settle(self, lanes: Ints, tokens: Ints, scores: Floats, policy_version: int) -> Ended:
+        """Record each lane's token; the lanes whose rows end with it."""
         settled = self.num_settled[lanes]
         self._log.record(lanes, settled, tokens, scores, policy_version)
         self.num_settled[lanes] = settled + 1
         stop = np.logical_or.reduce(self._eos.take(lanes, axis=1) == tokens)
         if self._stops:
             stop[self._ended_by_text(lanes, tokens)] = True
-        return lanes[stop], lanes[~stop & (settled + 1 == self.max_new[lanes])]
+        return Ended(lanes[stop], lanes[~stop & (settled + 1 == self.max_new[lanes])])
 
     def _forget_stops(self, lane: int, row: Row) -> None:
         stop = row.request.sampling.stop_strings
@@ -188,11 +193,11 @@ class LaneTable:
             tokens = self._log.tokens(lane, self.num_settled[lane])
             written = np.concatenate([row.request.prompt, tokens])[:-1]
             keys = page_keys(written, self._page_tokens)
-            self.pages.prefixes.add(keys, self.held(lane).tolist())
+            self.pages.prefixes.add(keys, self.pages_of(lane).tolist())
 
     def check(self) -> None:
         """Assert what always holds between steps: every page and every lane has one owner."""
-        self.pages.check(np.concatenate([self.held(lane) for lane in range(len(self.row))]))
+        self.pages.check(np.concatenate([self.pages_of(lane) for lane in range(len(self.row))]))
         assert sorted(self.free) == list(np.flatnonzero(self.row == NO_ROW))
         assert sorted(self.rows) == list(np.flatnonzero(self.row != NO_ROW))
 
@@ -202,10 +207,10 @@ def expected_growth(
     launched: Number,
     max_new: Number,
     expected_new: Number,
-    held: Number,
-    page: int,
+    num_pages: Number,
+    page_tokens: int,
 ) -> Number:
-    """Pages that a row, or each of many, is expected to need besides those it holds.
+    """Pages that a row, or each of many, is expected to need besides those it has.
 
     A row goes on to the length that is expected of it; where none is, or it is past that, for a
     `UNKNOWN_PART`th of what it still may.
@@ -215,8 +220,8 @@ def expected_growth(
         launched: Tokens generated.
         max_new: Most tokens to generate.
         expected_new: Tokens that it is expected to generate, or 0.
-        held: Pages that it holds.
-        page: Tokens in a page.
+        num_pages: Pages that it has.
+        page_tokens: Tokens in a page.
 
     Example:
         >>> expected_growth(7, 0, 64, 0, 2, 4), expected_growth(7, 0, 64, 12, 2, 4)
@@ -224,7 +229,7 @@ def expected_growth(
     """
     known, unknown = expected_new - launched, -((launched - max_new) // UNKNOWN_PART)
     more = known * (known > 0) + unknown * (known <= 0)
-    growth = -(-(position + more) // page) - held
+    growth = -(-(position + more) // page_tokens) - num_pages
     return growth * (growth > 0)
 
 

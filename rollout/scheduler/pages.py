@@ -5,6 +5,7 @@ Page 0 is the trash page: padding rows and unused page-table entries point at it
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +72,13 @@ class PrefixIndex:
 TRASH_PAGE = 0
 
 
+class PageUse(NamedTuple):
+    """One use of a page, from when it is handed out until it is handed out again."""
+
+    page: int
+    serial: int  # which use of this page it is
+
+
 def pages_for(num_tokens: int, page_tokens: int) -> int:
     """Pages that hold `num_tokens` tokens.
 
@@ -104,14 +112,14 @@ class PageAllocator:
         self.prefixes = PrefixIndex()
         self._free: list[int] = []
         self._cached: dict[int, None] = {}  # free, and known; in the order of their last use
-        self._holders = np.zeros(1, np.int64)
+        self._ref_counts = np.zeros(1, np.int64)
         self._uses = np.zeros(1, np.int64)  # how often a page was handed out
         self.num_shared = 0
 
     @property
     def num_pages(self) -> int:
         """All pages, the trash page included."""
-        return len(self._holders)
+        return len(self._ref_counts)
 
     @property
     def num_used(self) -> int:
@@ -132,7 +140,7 @@ class PageAllocator:
         """Have `num_pages` pages in all, the trash page included. Never fewer than now."""
         self._free[:0] = range(num_pages - 1, self.num_pages - 1, -1)
         missing = max(0, num_pages - self.num_pages)
-        self._holders = np.pad(self._holders, (0, missing))
+        self._ref_counts = np.pad(self._ref_counts, (0, missing))
         self._uses = np.pad(self._uses, (0, missing))
 
     def allocate(self, count: int) -> Ints:
@@ -147,41 +155,41 @@ class PageAllocator:
             self._free.append(page)
         pages = np.array(self._free[-count:][::-1], np.int64)
         del self._free[-count:]
-        self._holders[pages] = 1
+        self._ref_counts[pages] = 1
         self._uses[pages] += 1
         return pages
 
     def num_idle(self, pages: Ints) -> int:
         """How many of `pages` no row holds: so many fewer are free once one does."""
-        return int((self._holders[pages] == 0).sum())
+        return int((self._ref_counts[pages] == 0).sum())
 
     def share(self, pages: Ints) -> None:
         """Let one more row hold `pages`, which rows hold or `prefixes` knows."""
         if not len(pages):
             return
-        for page in pages[self._holders[pages] == 0]:
+        for page in pages[self._ref_counts[pages] == 0]:
             del self._cached[int(page)]
-        self._holders[pages] += 1
-        self.num_shared += int((self._holders[pages] == 2).sum())
+        self._ref_counts[pages] += 1
+        self.num_shared += int((self._ref_counts[pages] == 2).sum())
 
     def free(self, pages: Ints) -> None:
         """Take back a row's pages."""
-        self._holders[pages] -= 1
-        self.num_shared -= int((self._holders[pages] == 1).sum())
-        unheld = pages[self._holders[pages] == 0].tolist()
-        # A row's last pages are given away first, whether their beginning is known or not.
-        self._free += [page for page in unheld if page not in self.prefixes]
-        self._cached.update((page, None) for page in reversed(unheld) if page in self.prefixes)
+        self._ref_counts[pages] -= 1
+        self.num_shared -= int((self._ref_counts[pages] == 1).sum())
+        unused = pages[self._ref_counts[pages] == 0].tolist()
+        # A row's last pages are handed out first, known prefixes or not.
+        self._free += [page for page in unused if page not in self.prefixes]
+        self._cached.update((page, None) for page in reversed(unused) if page in self.prefixes)
 
-    def use(self, page: int) -> tuple[int, int]:
-        """What tells this use of a page from its earlier and later ones."""
-        return page, int(self._uses[page])
+    def use(self, page: int) -> PageUse:
+        """The present use of a page."""
+        return PageUse(page, int(self._uses[page]))
 
-    def still_holds(self, use: tuple[int, int]) -> bool:
-        """Whether a page holds what it held then, and rows can still share it."""
-        page, _ = use
-        kept = self._holders[page] > 0 or page in self._cached
-        return bool(kept and self.use(page) == use)
+    def is_current(self, use: PageUse) -> bool:
+        """Whether a page still has the contents of that use, and rows can share it."""
+        page = use.page
+        has_contents = self._ref_counts[page] > 0 or page in self._cached
+        return bool(has_contents and self.use(page) == use)
 
     def forget_prefixes(self) -> None:
         """Share no page of what was computed so far with rows to come."""
@@ -189,11 +197,11 @@ class PageAllocator:
         self._cached.clear()
         self.prefixes.clear()
 
-    def check(self, held: Ints) -> None:
-        """Assert that `held`, with pages of several rows several times, and free ones are all."""
-        holders = np.bincount(held, minlength=self.num_pages)
-        assert np.array_equal(holders, self._holders), "a page leaked or is shared unasked"
+    def check(self, pages: Ints) -> None:
+        """Assert that `pages`, once for each row that has them, and free ones are all there are."""
+        ref_counts = np.bincount(pages, minlength=self.num_pages)
+        assert np.array_equal(ref_counts, self._ref_counts), "a page leaked or is shared unasked"
         free = sorted([*self._free, *self._cached])
-        assert free == list(np.flatnonzero(holders[1:] == 0) + 1)
+        assert free == list(np.flatnonzero(ref_counts[1:] == 0) + 1)
         assert all(page in self.prefixes for page in self._cached)
-        assert self.num_shared == (holders > 1).sum()
+        assert self.num_shared == (ref_counts > 1).sum()

@@ -1,4 +1,4 @@
-"""Takes the lanes of the youngest rows when older ones find no page, and keeps what those had."""
+"""Takes the lanes of the youngest rows when older ones find no page, and saves their KV."""
 
 import numpy as np
 
@@ -7,27 +7,27 @@ from rollout.scheduler.batch import Plan
 from rollout.scheduler.host_pages import HostPages
 from rollout.scheduler.lanes import LaneTable
 from rollout.scheduler.pages import pages_for
-from rollout.scheduler.waiting import WaitingLine
+from rollout.scheduler.waiting import WaitingQueue
 
 
 class Preemption:
-    """Rows that lose their lane wait in front of all others, and go on where they were.
+    """Preempted rows wait in front of all others, and go on where they were.
 
-    The KV of such a row is moved to the host; where that has no room, or the row's prompt was not
-    yet prefilled, it is computed again. The oldest row is never preempted, and one row alone
+    The KV of such a row is offloaded to the host; where that has no room, or the row's prompt was
+    not yet prefilled, it is computed again. The oldest row is never preempted, and one row alone
     always has room, so every row becomes the oldest or ends before.
 
     Args:
         lanes: Where rows run.
-        line: Where they wait.
-        host_pages: Where their KV is moved to.
+        waiting: Where they wait.
+        host_pages: Where their KV is offloaded to.
         page_tokens: Tokens in a page.
     """
 
     def __init__(
-        self, lanes: LaneTable, line: WaitingLine, host_pages: HostPages, page_tokens: int
+        self, lanes: LaneTable, waiting: WaitingQueue, host_pages: HostPages, page_tokens: int
     ) -> None:
-        self._lanes, self._line, self._host_pages = lanes, line, host_pages
+        self._lanes, self._waiting, self._host_pages = lanes, waiting, host_pages
         self._page_tokens = page_tokens
 
     def make_room(self, growing: Ints, policy_version: int, plan: Plan) -> Ints:
@@ -51,26 +51,23 @@ class Preemption:
 
     def recompute(self) -> None:
         """Preempt every row, and let its KV be computed again."""
-        for row in self._line:
+        for row in self._waiting:
             self._host_pages.free(row.host_pages)
             row.host_pages = []
         for lane in list(self._lanes.rows):
-            self._line.put_back(self._lanes.leave(lane))
+            self._waiting.put_back(self._lanes.leave(lane))
 
     def _preempt(self, lane: int, policy_version: int, plan: Plan) -> None:
         plan.num_preempted += 1
-        held, num_had = list[int](), self._lanes.prompts.num_prefilled(lane)
-        if self._lanes.prompts.is_ready(lane):
+        offload = None
+        if self._lanes.prefill_queue.is_ready(lane):
             self._lanes.enter_prefixes(lane, policy_version)
-            num_had = int(self._lanes.position[lane])
-            num_pages = pages_for(num_had, self._page_tokens)
+            num_pages = pages_for(int(self._lanes.position[lane]), self._page_tokens)
             # ORDER: a token in flight writes its KV before anything is copied off the device
-            moved = self._host_pages.offload(self._lanes.held(lane)[:num_pages])
-            held, copies = moved or ([], [])
-            # The last pages are given to others first, so those wait for few copies.
-            plan.offloads += reversed(copies)
+            offload = self._host_pages.offload(self._lanes.pages_of(lane)[:num_pages])
         row = self._lanes.leave(lane)
-        row.host_pages = held
-        if not held:
-            row.num_lost = max(row.num_lost, num_had)
-        self._line.put_back(row)
+        if offload is not None:
+            row.host_pages = offload.host_pages
+            # The last pages are handed out first, so their next rows wait for few copies.
+            plan.offloads += reversed(offload.copies)
+        self._waiting.put_back(row)

@@ -1,4 +1,4 @@
-"""Prompts of the rows in lanes: what is still to be prefilled, and which rows wait for it."""
+"""Which lanes have prompt tokens to prefill, in order, and which wait to be forked from them."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -6,116 +6,126 @@ from dataclasses import dataclass, field
 from rollout.request import Ints
 from rollout.scheduler.batch import Segment
 
-Prompt = tuple[int, bytes]
-"""Policy version, and the prompt without its last token."""
-
-Copies = list[tuple[int, int]]
-"""Pages to copy, and where to."""
+PromptKey = tuple[int, bytes]
+"""Policy version, and the prompt without its last token: rows with the same key share KV."""
 
 
 @dataclass(eq=False)
-class _Prefill:
-    """A lane whose tokens are not yet wholly in the KV cache: the next is at `start`.
+class Fork:
+    """A lane that waits for the prefill of another lane with the same prompt.
 
-    `forks` wait for it: lanes with the same prompt, and what is to be copied for each. They share
-    the pages that hold its first `num_shared` tokens.
+    Attributes:
+        lane: The lane that waits.
+        copies: Pages to copy when the prefill is done: `(source, target)`.
+    """
+
+    lane: int
+    copies: list[tuple[int, int]]
+
+
+@dataclass(eq=False)
+class Prefill:
+    """Tokens of one lane whose KV is still to be computed.
+
+    Attributes:
+        lane: The lane.
+        tokens: All its tokens but the last, which its first decode step feeds.
+        start: Position of the next token to compute.
+        num_shared: Forks share the pages that hold so many tokens.
+        forks: Lanes that wait for it.
     """
 
     lane: int
     tokens: Ints
     start: int
     num_shared: int
-    forks: list[tuple[int, Copies]] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
 
 
-class Prompts:
-    """Which lanes have which prompt, and how far each is."""
+class PrefillQueue:
+    """Prompts of the rows in lanes, and how far the KV of each is computed."""
 
     def __init__(self) -> None:
-        self._prefills: deque[_Prefill] = deque()
-        self._waiting: dict[int, _Prefill] = {}  # lane -> whose end makes it ready
-        self._lanes_of: dict[Prompt, list[int]] = {}
-        self._prompt_of: dict[int, Prompt] = {}
+        self._queue: deque[Prefill] = deque()
+        self._prefill_of: dict[int, Prefill] = {}  # by lane: the prefill that makes it ready
+        self._lanes_of: dict[PromptKey, list[int]] = {}
+        self._key_of: dict[int, PromptKey] = {}
 
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether there is something to prefill."""
-        return bool(self._prefills)
+    def __len__(self) -> int:
+        return len(self._queue)
 
-    def like(self, prompt: Prompt) -> int | None:
+    def lane_with(self, key: PromptKey) -> int | None:
         """A lane with that prompt."""
-        return next(iter(self._lanes_of.get(prompt, ())), None)
+        return next(iter(self._lanes_of.get(key, ())), None)
 
-    def of(self, lane: int) -> Prompt | None:
-        """The prompt that rows to come may fork from this lane."""
-        return self._prompt_of.get(lane)
+    def key_of(self, lane: int) -> PromptKey | None:
+        """The prompt by which later rows may fork from a lane."""
+        return self._key_of.get(lane)
 
     def is_ready(self, lane: int) -> bool:
         """Whether the KV of a lane's prompt is written, or queued to be."""
-        return lane not in self._waiting
+        return lane not in self._prefill_of
 
-    def num_prefilled(self, lane: int) -> int:
-        """Tokens that have KV of those that a lane still prefills."""
-        prefill = self._waiting.get(lane)
-        return prefill.start if prefill is not None and prefill.lane == lane else 0
+    def enter(self, lane: int, key: PromptKey) -> None:
+        """Let later rows fork from a lane."""
+        self._lanes_of.setdefault(key, []).append(lane)
+        self._key_of[lane] = key
 
-    def enter(self, lane: int, prompt: Prompt) -> None:
-        """Let rows to come be forked from a lane."""
-        self._lanes_of.setdefault(prompt, []).append(lane)
-        self._prompt_of[lane] = prompt
+    def add(self, prefill: Prefill) -> None:
+        """Queue a lane's tokens."""
+        self._queue.append(prefill)
+        self._prefill_of[prefill.lane] = prefill
 
-    def prefill(self, lane: int, tokens: Ints, start: int, num_shared: int) -> None:
-        """Compute the KV of `tokens` from `start` on; forks share the first `num_shared`."""
-        prefill = _Prefill(lane, tokens, start, num_shared)
-        self._prefills.append(prefill)
-        self._waiting[lane] = prefill
-
-    def wait_for(self, like: int, lane: int, copies: Copies) -> None:
-        """Make a lane ready when another is, by `copies`."""
-        prefill = self._waiting[lane] = self._waiting[like]
-        prefill.forks.append((lane, copies))
+    def add_fork(self, source_lane: int, fork: Fork) -> None:
+        """Let a lane wait for the same prefill as `source_lane`."""
+        prefill = self._prefill_of[fork.lane] = self._prefill_of[source_lane]
+        prefill.forks.append(fork)
 
     def leave(self, lane: int) -> None:
-        """A row has left its lane: none is forked from it, and none waits for it any more."""
-        prompt = self._prompt_of.pop(lane, None)
-        if prompt is not None:
-            self._lanes_of[prompt].remove(lane)
-            if not self._lanes_of[prompt]:
-                del self._lanes_of[prompt]
-        prefill = self._waiting.pop(lane, None)
+        """A row has left its lane: it is forked no more, and waits for no prefill."""
+        key = self._key_of.pop(lane, None)
+        if key is not None:
+            self._lanes_of[key].remove(lane)
+            if not self._lanes_of[key]:
+                del self._lanes_of[key]
+        prefill = self._prefill_of.pop(lane, None)
         if prefill is None:
             return
         if prefill.lane != lane:
-            prefill.forks = [fork for fork in prefill.forks if fork[0] != lane]
+            prefill.forks = [fork for fork in prefill.forks if fork.lane != lane]
         elif prefill.forks:
             self._hand_on(prefill)
         else:
-            self._prefills.remove(prefill)
+            self._queue.remove(prefill)
 
-    def take(self, budget: int) -> tuple[list[Segment], list[_Prefill]]:
-        """Tokens to run now, `budget` at most, oldest row first; and what that ends."""
-        segments, ended = list[Segment](), list[_Prefill]()
-        while self._prefills and budget > 0:
-            head = self._prefills[0]
+    def take(self, budget: int) -> tuple[list[Segment], list[Prefill]]:
+        """Take `budget` tokens at most, the oldest row's first.
+
+        Returns:
+            The tokens to run now, and the prefills that end with them.
+        """
+        segments, ended = list[Segment](), list[Prefill]()
+        while self._queue and budget > 0:
+            head = self._queue[0]
             tokens = head.tokens[head.start : head.start + budget]
             segments.append(Segment(head.lane, head.start, tokens))
             head.start += len(tokens)
             budget -= len(tokens)
             if head.start == len(head.tokens):
-                ended.append(self._prefills.popleft())
-                for lane in (head.lane, *(lane for lane, _ in head.forks)):
-                    del self._waiting[lane]
+                ended.append(self._queue.popleft())
+                for lane in (head.lane, *(fork.lane for fork in head.forks)):
+                    del self._prefill_of[lane]
         return segments, ended
 
-    def _hand_on(self, prefill: _Prefill) -> None:
+    def _hand_on(self, prefill: Prefill) -> None:
         """Let the first fork go on with a prefill whose lane was given up.
 
         What is in shared pages is there; what lay in the lane's last page is computed again.
         """
-        (prefill.lane, copies), *forks = prefill.forks
+        first, *forks = prefill.forks
+        prefill.lane = first.lane
         prefill.start = min(prefill.start, prefill.num_shared)
-        source = [target for _, target in copies]
-        prefill.forks = [
-            (lane, [(page, target) for page, (_, target) in zip(source, theirs, strict=True)])
-            for lane, theirs in forks
-        ]
+        for fork in forks:
+            pairs = zip(first.copies, fork.copies, strict=True)
+            fork.copies = [(source, target) for (_, source), (_, target) in pairs]
+        prefill.forks = forks

@@ -26,7 +26,6 @@ class Row:
         num_launched: Tokens settled or in flight.
         policy_version: Weights under which its prompt was admitted; its KV is no older.
         host_pages: Host pages that hold its KV; none where it is to be computed, or again.
-        num_lost: Tokens whose KV was computed, and lost when it was preempted.
     """
 
     id: int
@@ -39,7 +38,6 @@ class Row:
     num_launched: int = 0
     policy_version: int = -1
     host_pages: list[int] = field(default_factory=list)
-    num_lost: int = 0
 
     @property
     def in_flight(self) -> bool:

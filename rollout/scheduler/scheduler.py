@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 from rollout.config import EngineConfig
 from rollout.errors import RolloutError
 from rollout.request import Completion, FinishReason, Floats, Ints, Request
-from rollout.sampling_params import Draw
 from rollout.scheduler.admission import Admitter
-from rollout.scheduler.batch import Batch, Plan
+from rollout.scheduler.batch import Batch, Demand, Plan
 from rollout.scheduler.host_pages import HostPages
 from rollout.scheduler.lanes import NO_ROW, LaneTable
 from rollout.scheduler.pages import pages_for
 from rollout.scheduler.preemption import Preemption
 from rollout.scheduler.row import NO_AGE, Row
-from rollout.scheduler.waiting import Lengths, WaitingLine
-from rollout.scheduler.words import table_shape
+from rollout.scheduler.waiting import Lengths, WaitingQueue
 
 
 class Scheduler:
@@ -49,12 +47,12 @@ class Scheduler:
         """Drop every row and begin anew with `num_pages` free pages. Row ids go on counting."""
         self._version = -1
         self._lanes = LaneTable(self._config, self._max_row_pages)
-        self._line = WaitingLine(self.lengths)
+        self._waiting = WaitingQueue(self.lengths)
         self.pages = self._lanes.pages
         self.pages.grow(num_pages)
         self._host_pages = HostPages(self._num_host_pages, self.pages)
-        shared = self._lanes, self._line, self._host_pages, self._config.page_tokens
-        self._admission, self._preemption = Admitter(*shared), Preemption(*shared)
+        parts = self._lanes, self._waiting, self._host_pages, self._config.page_tokens
+        self._admitter, self._preemption = Admitter(*parts), Preemption(*parts)
 
     @property
     def num_live(self) -> int:
@@ -64,7 +62,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Rows that have no lane."""
-        return len(self._line)
+        return len(self._waiting)
 
     def row_pages(self, request: Request) -> int:
         """Pages that a request can come to hold."""
@@ -78,9 +76,10 @@ class Scheduler:
         """
         own: list[int] = []
         shared: dict[tuple[int | None, bytes], int] = {}
-        live = [(row, self._lanes.prompts.of(lane)) for lane, row in self._lanes.rows.items()]
+        queue = self._lanes.prefill_queue
+        live = [(row, queue.key_of(lane)) for lane, row in self._lanes.rows.items()]
         # Rows of another policy version share with no row that is still to come.
-        waiting = [(row, (None, row.request.prompt[:-1].tobytes())) for row in self._line]
+        waiting = [(row, (None, row.request.prompt[:-1].tobytes())) for row in self._waiting]
         for row, prompt in (*live, *waiting):
             num_full = (len(row.request.prompt) - 1) // self._config.page_tokens
             is_shared = prompt is not None and not (row.num_launched or row.host_pages)
@@ -90,16 +89,14 @@ class Scheduler:
         most = self._config.max_rows
         return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
 
-    def largest_batch(self) -> tuple[int, int, set[Draw], tuple[int, int]]:
-        """Most rows that can decode together, and what the most demanding of them can take.
-
-        That is their longest context, their kinds of draw, and the shape of a table of words.
-        """
-        rows = [*self._lanes.rows.values(), *self._line]
-        longest = max((row.request.max_tokens for row in rows), default=0)
-        sampling = [row.request.sampling for row in rows]
-        draws, words = {how.draw for how in sampling}, table_shape(sampling)
-        return min(len(rows), self._config.max_rows), longest, draws, words
+    def largest_batch(self) -> Demand:
+        """What the rows at hand can need of one decode step."""
+        rows = [*self._lanes.rows.values(), *self._waiting]
+        return Demand(
+            num_rows=min(len(rows), self._config.max_rows),
+            max_context=max((row.request.max_tokens for row in rows), default=0),
+            draws=frozenset(row.request.sampling.draw for row in rows),
+        )
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Queue requests that are submitted together. Returns their row ids, which go on counting.
@@ -108,7 +105,7 @@ class Scheduler:
         """
         first, self._next_row = self._next_row, self._next_row + len(requests)
         rows = [Row(first + index, request) for index, request in enumerate(requests)]
-        self._line.add(rows)
+        self._waiting.add(rows)
         return [row.id for row in rows]
 
     def schedule(self, policy_version: int) -> Batch | None:
@@ -117,19 +114,18 @@ class Scheduler:
         A row whose token in flight is its last is left out; one whose token in flight may turn
         out to be an EOS, or to complete a stop string, is not, and is then an overrun.
         """
-        plan, lanes = Plan(), self._lanes
+        plan, lanes, waiting = Plan(), self._lanes, self._waiting
         self._open_version(policy_version)
-        self._let_arrive()
+        self._finish_restores()
         self._grow(plan)
         if not plan.num_preempted:
-            self._admission.admit(policy_version, plan)
-        plan.num_parked = self._line.num_parked
+            self._admitter.admit(policy_version, plan)
         self._prefill(plan)
         running = lanes.running()
-        if lanes.prompts.is_prefilling:
+        if len(lanes.prefill_queue):
             running = running[:0]  # a step reads every weight, however few rows are ready yet
         if plan.is_empty and not len(running):
-            assert self.num_live or not self._line or self._line.first().in_flight, "rows hang"
+            assert self.num_live or not waiting or waiting.first().in_flight, "rows hang"
             return None
         max_context = int(lanes.position[running].max(initial=0)) + 1
         lanes.position[running] += 1
@@ -137,7 +133,7 @@ class Scheduler:
         draw = lanes.draw(running)
         return plan.batch(lanes.row[running], running, max_context, draw, policy_version)
 
-    def commit(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
+    def settle(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
         """Settle a finished batch: record each row's token, and end the rows that are done.
 
         Args:
@@ -153,12 +149,12 @@ class Scheduler:
         lanes, version, done = batch.lanes, batch.policy_version, list[Completion]()
         gone = self._lanes.row[lanes] != batch.rows
         if np.count_nonzero(gone):
-            done = self._settle_parked(batch, gone, tokens, scores)
+            done = self._settle_preempted(batch, gone, tokens, scores)
             lanes, tokens, scores = lanes[~gone], tokens[~gone], scores[~gone]
         _check_finite(scores)
-        stopped, by_length = self._lanes.settle(lanes, tokens, scores, version)
-        done += [self._finish(lane, FinishReason.STOP) for lane in stopped.tolist()]
-        done += [self._finish(lane, FinishReason.LENGTH) for lane in by_length.tolist()]
+        ended = self._lanes.settle(lanes, tokens, scores, version)
+        done += [self._finish(lane, FinishReason.STOP) for lane in ended.by_stop.tolist()]
+        done += [self._finish(lane, FinishReason.LENGTH) for lane in ended.by_length.tolist()]
         return done
 
     def recompute(self) -> None:
@@ -168,18 +164,18 @@ class Scheduler:
     def abort(self, ids: Collection[int]) -> None:
         """Drop rows, wherever they are, and free what they hold. What is in flight is dropped."""
         ids = set(ids)
-        gone = self._line.remove(ids)
+        gone = self._waiting.remove(ids)
         lanes = [lane for lane, row in self._lanes.rows.items() if row.id in ids]
         gone += [self._lanes.leave(lane) for lane in lanes]
         for row in gone:
             self._host_pages.free(row.host_pages)
-            self._line.forget(row, None)
+            self._waiting.forget(row, None)
 
     def check(self) -> None:
         """Assert what always holds between steps: every page and every lane has one owner."""
         self._lanes.check()
-        self._host_pages.check([page for row in self._line for page in row.host_pages])
-        ages = [row.age for row in self._line if row.age != NO_AGE]
+        self._host_pages.check([page for row in self._waiting for page in row.host_pages])
+        ages = [row.age for row in self._waiting if row.age != NO_AGE]
         live = self._lanes.age[self._lanes.row != NO_ROW].tolist()
         assert max(live, default=0) <= min(ages, default=0) or not ages, "an older row waits"
 
@@ -188,11 +184,11 @@ class Scheduler:
             self._version = policy_version
             self.pages.forget_prefixes()
 
-    def _let_arrive(self) -> None:
-        """Run the rows whose KV the batch before brings back from the host."""
-        if self._lanes.arriving:
-            self._lanes.ready[list(self._lanes.arriving)] = True
-            self._lanes.arriving.clear()
+    def _finish_restores(self) -> None:
+        """Let rows decode whose KV was copied back from the host beside the batch before."""
+        if self._lanes.restoring:
+            self._lanes.ready[list(self._lanes.restoring)] = True
+            self._lanes.restoring.clear()
 
     def _grow(self, plan: Plan) -> None:
         """Give a page to each lane whose next token starts one, the oldest rows first."""
@@ -204,28 +200,28 @@ class Scheduler:
 
     def _prefill(self, plan: Plan) -> None:
         """Run prompt tokens, and let the rows whose prompt ends with them decode."""
-        plan.segments, ended = self._lanes.prompts.take(self._config.prefill_tokens)
+        plan.segments, ended = self._lanes.prefill_queue.take(self._config.prefill_tokens)
         for prefill in ended:
             # Its last token decodes in this same batch: prefill is launched before decode.
             self._lanes.ready[prefill.lane] = True
-            for lane, copies in prefill.forks:
-                self._lanes.ready[lane] = True
-                plan.copies += copies
+            for fork in prefill.forks:
+                self._lanes.ready[fork.lane] = True
+                plan.copies += fork.copies
             self._lanes.enter_prefixes(prefill.lane, self._version)
 
-    def _settle_parked(
+    def _settle_preempted(
         self, batch: Batch, gone: NDArray[np.bool_], tokens: Ints, scores: Floats
     ) -> list[Completion]:
         """Record the tokens that were in flight when their rows lost their lanes."""
         done = []
         for index in gone.nonzero()[0].tolist():
-            row = self._line.parked(int(batch.rows[index]))
+            row = self._waiting.preempted(int(batch.rows[index]))
             if row is None:
                 continue
             _check_finite(scores[index])
             reason = row.settle(int(tokens[index]), scores[index], batch.policy_version)
             if reason is not None:
-                self._line.remove([row.id])
+                self._waiting.remove([row.id])
                 done.append(self._complete(row, reason))
         return done
 
@@ -236,7 +232,7 @@ class Scheduler:
 
     def _complete(self, row: Row, reason: FinishReason) -> Completion:
         self._host_pages.free(row.host_pages)
-        self._line.forget(row, len(row.tokens))
+        self._waiting.forget(row, len(row.tokens))
         config = self._config
         return row.completed(reason, entropies=config.entropies, kept_mass=config.kept_mass)
 

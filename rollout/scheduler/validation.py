@@ -93,21 +93,19 @@ def _build_request(
 
 def _check_drawable(sampling: SamplingParams, vocab_size: int) -> None:
     """Tokens that must not be drawn are known to the model, and leave one that may be."""
-    if sampling.draw < Draw.MARKED:
+    if sampling.draw < Draw.PENALISED:
         return
-    held_back = sampling.eos_token_ids if sampling.min_new_tokens else ()
+    suppressed_eos = sampling.eos_token_ids if sampling.min_new_tokens else ()
     for name, tokens in (
         ("suppress_tokens", sampling.suppress_tokens),
         ("bad_words_ids", tuple(chain(*sampling.bad_words_ids))),
-        ("min_new_tokens needs eos_token_ids", held_back),
+        ("min_new_tokens needs eos_token_ids", suppressed_eos),
     ):
         if max(tokens, default=0) >= vocab_size:
             raise RequestError(
                 f"{name}: token id {max(tokens)} is outside the vocabulary, 0 to {vocab_size - 1}"
             )
-    # Words of several tokens may all be about to be completed at once.
-    ends = [word[-1] for word in sampling.long_words]
-    if len({*sampling.barred_tokens, *ends, *held_back}) == vocab_size:
+    if len({*sampling.suppressed_tokens, *suppressed_eos}) == vocab_size:
         raise RequestError(
             "suppress_tokens, bad_words_ids and min_new_tokens leave none of the "
             f"{vocab_size} tokens to draw"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,9 @@ from rollout.scheduler.row import NO_AGE, Row
 _PROMPTS = 65_536
 _COMPLETIONS = 16
 
-_Place = tuple[bool, float, int]
-"""Order of a group: is a length known, the longest first, the earliest first."""
-
 
 class Lengths:
-    """How long the completions of a prompt were: of the prompts that were seen last.
+    """Mean length of the completions of each prompt, of the prompts that were seen last.
 
     Args:
         capacity: Prompts that are remembered.
@@ -40,9 +38,9 @@ class Lengths:
             self._means.popitem(last=False)
 
     def expected(self, prompt: bytes) -> float | None:
-        """Mean length of the last completions, where there were any."""
-        found = self._means.get(prompt)
-        return found and found[1]
+        """Mean length of the prompt's last completions; `None` if there were none."""
+        _, mean = self._means.get(prompt, (0, None))
+        return mean
 
 
 def digest(prompt: Sequence[int] | Ints) -> bytes:
@@ -52,6 +50,14 @@ def digest(prompt: Sequence[int] | Ints) -> bytes:
         prompt: Token ids.
     """
     return blake2b(np.asarray(prompt, np.int64).tobytes(), digest_size=16).digest()
+
+
+class _Priority(NamedTuple):
+    """Orders groups: the least goes first."""
+
+    is_known: bool  # an unknown length may be the longest of all
+    minus_expected: float
+    serial: int
 
 
 @dataclass(eq=False)
@@ -64,36 +70,30 @@ class _Group:
     expected: float | None
 
     @property
-    def place(self) -> _Place:
-        # Nothing known may be the longest of all, so that these come first, as they came.
-        return self.expected is not None, -(self.expected or 0.0), self.serial
+    def priority(self) -> _Priority:
+        return _Priority(self.expected is not None, -(self.expected or 0.0), self.serial)
 
 
-class WaitingLine:
+class WaitingQueue:
     """Rows without a lane.
 
     Args:
-        lengths: What is known of prompts from earlier on. Outlives the line.
+        lengths: Lengths of earlier completions. They outlive the queue.
     """
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
-        self._parked: list[Row] = []  # oldest first
-        self._groups: dict[int, _Group] = {}
-        self._places: list[_Place] = []  # a heap; groups that have moved or gone have stale ones
-        self._prompt_of: dict[int, tuple[bytes, int]] = {}  # rows in lanes, too
-        self._num_waiting = self._num_admitted = self._num_groups = 0
+        self._preempted: list[Row] = []  # oldest first
+        self._groups: dict[int, _Group] = {}  # by serial, those with a waiting row
+        self._heap: list[_Priority] = []  # stale entries of groups that have moved or gone remain
+        self._group_of: dict[int, _Group] = {}  # by row id, of rows in lanes too
+        self._num_new = self._num_admitted = self._num_groups = 0
 
     def __len__(self) -> int:
-        return len(self._parked) + self._num_waiting
-
-    @property
-    def num_parked(self) -> int:
-        """Rows that have lost their lane."""
-        return len(self._parked)
+        return len(self._preempted) + self._num_new
 
     def __iter__(self) -> Iterator[Row]:
-        yield from self._parked
+        yield from self._preempted
         for group in self._groups.values():
             yield from group.rows
 
@@ -106,69 +106,67 @@ class WaitingLine:
                 expected, self._num_groups = self._lengths.expected(prompt), self._num_groups + 1
                 groups[prompt] = _Group(prompt, self._num_groups, deque(), expected)
             groups[prompt].rows.append(row)
-            self._prompt_of[row.id] = prompt, groups[prompt].serial
-        self._num_waiting += len(rows)
+            self._group_of[row.id] = groups[prompt]
+        self._num_new += len(rows)
         for group in groups.values():
             self._groups[group.serial] = group
-            heappush(self._places, group.place)
+            heappush(self._heap, group.priority)
 
     def first(self) -> Row:
         """The row that is next."""
-        return self._parked[0] if self._parked else self._first_group().rows[0]
+        return self._preempted[0] if self._preempted else self._first_group().rows[0]
 
     def pop(self) -> Row:
-        """Take it out of the line."""
-        if self._parked:
-            return self._parked.pop(0)
+        """Take the first row out."""
+        if self._preempted:
+            return self._preempted.pop(0)
         row = self._first_group().rows[0]
         self._take(row)
         row.age, self._num_admitted = self._num_admitted, self._num_admitted + 1
         return row
 
     def put_back(self, row: Row) -> None:
-        """A row has lost its lane: it goes before all that never had one, behind older ones."""
-        insort(self._parked, row, key=lambda row: row.age)
+        """Queue a preempted row: before all that never had a lane, behind older preempted ones."""
+        insort(self._preempted, row, key=lambda row: row.age)
 
-    def parked(self, row_id: int) -> Row | None:
+    def preempted(self, row_id: int) -> Row | None:
         """The row of that id, if it has lost its lane."""
-        return next((row for row in self._parked if row.id == row_id), None)
+        return next((row for row in self._preempted if row.id == row_id), None)
 
     def remove(self, ids: Collection[int]) -> list[Row]:
-        """Take these rows out of the line, those of them that are in it."""
-        gone = [row for row in self if row.id in ids]
-        self._parked = [row for row in self._parked if row.id not in ids]
-        for row in gone:
+        """Take these rows out, those of them that wait."""
+        removed = [row for row in self if row.id in ids]
+        self._preempted = [row for row in self._preempted if row.id not in ids]
+        for row in removed:
             if row.age == NO_AGE:
                 self._take(row)
-        return gone
+        return removed
 
     def forget(self, row: Row, num_tokens: int | None) -> None:
-        """A row is no more; `num_tokens` is its length if it was completed."""
-        prompt, serial = self._prompt_of.pop(row.id)
+        """A row has ended; `num_tokens` is its length, `None` if it was aborted."""
+        group = self._group_of.pop(row.id)
         if num_tokens is None:
             return
-        self._lengths.note(prompt, num_tokens)
-        group = self._groups.get(serial)
-        if group is not None:
-            group.expected = self._lengths.expected(prompt)
-            heappush(self._places, group.place)
+        self._lengths.note(group.prompt, num_tokens)
+        if group.serial in self._groups:
+            group.expected = self._lengths.expected(group.prompt)
+            heappush(self._heap, group.priority)
 
     def expected_new(self, row: Row) -> int:
         """Tokens that a row is expected to generate; 0 where nothing is known."""
-        prompt, _ = self._prompt_of[row.id]
-        return round(self._lengths.expected(prompt) or 0)
+        return round(self._lengths.expected(self._group_of[row.id].prompt) or 0)
 
     def _take(self, row: Row) -> None:
         """Take a row that never had a lane out of its group."""
-        group = self._groups[self._prompt_of[row.id][1]]
+        group = self._group_of[row.id]
         group.rows.remove(row)
         if not group.rows:
             del self._groups[group.serial]
-        self._num_waiting -= 1
+        self._num_new -= 1
 
     def _first_group(self) -> _Group:
         while True:
-            group = self._groups.get(self._places[0][2])
-            if group is not None and group.place == self._places[0]:
+            group = self._groups.get(self._heap[0].serial)
+            if group is not None and group.priority == self._heap[0]:
                 return group
-            heappop(self._places)
+            heappop(self._heap)

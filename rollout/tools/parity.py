@@ -66,7 +66,8 @@ def differences(
     lengths = torch.randint(2, num_tokens + 1, (num_rows,), generator=generator)
     lengths[0] = num_tokens
     mask = torch.arange(num_tokens) >= num_tokens - lengths[:, None]  # padded on the left
-    config = replace(config, on_policy="exact", max_rows=num_rows, compile_layers=compiled)
+    settings: dict[str, Any] = {"on_policy": "exact", "enforce_eager": True}
+    config = replace(config, max_rows=num_rows, compile_layers=compiled, **settings)
     engine = RolloutEngine(model, config, autocast_dtype=autocast_dtype)
     undo, was_training = prepare_trainer(model, engine.worker.invariant_shapes), model.training
     try:
@@ -77,7 +78,6 @@ def differences(
         ):
             model.eval()(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
         with engine:
-            engine.worker.graphs.prepare = lambda *_: None  # type: ignore[method-assign]
             rows = ids.tolist()  # SYNC: tensors of the CPU
             starts = (num_tokens - lengths).tolist()  # SYNC: likewise
             prompts = [row[start:] for row, start in zip(rows, starts, strict=True)]
