@@ -130,8 +130,9 @@ class PagedAttention:
         outputs = []
         if num_paged:
             runs_N4, longest = self.runs_N4[:num_paged], max(counts[:num_paged])
-            how = {"longest": longest, "page_table_LP": self.page_table_LP, **options}
-            outputs.append(kernels.attend_runs(query_THD[:first], cache, runs_N4, **how)[0])
+            where: dict[str, Any] = {"longest": longest, "page_table_LP": self.page_table_LP}
+            output, _ = kernels.attend_runs(query_THD[:first], cache, runs_N4, **where, **options)
+            outputs.append(output)
         if first < len(query_THD):
             query, keys, values = (states[first:] for states in (query_THD, *new))
             scale, window, lengths = options["scale"], options["window"], counts[num_paged:]
@@ -139,8 +140,8 @@ class PagedAttention:
                 output = cudnn.attend_rows(query, keys, values, len(lengths), scale)
             else:
                 starts_N = self.runs_N4[num_paged:, 1] - first
-                how = {"longest": max(lengths), "scale": scale, "window": window}
-                output = flash.attend_packed(query, keys, values, starts_N, **how)
+                bounds: dict[str, Any] = {"longest": max(lengths), "scale": scale, "window": window}
+                output = flash.attend_packed(query, keys, values, starts_N, **bounds)
             outputs.append(output)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
