@@ -249,13 +249,20 @@ def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change
 def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch, wanted):
     work = workload()
 
-    class Interrupted(rollout.engine.tqdm):
-        def update(self, n=1):
+    class Interrupted:
+        """The second completion is never taken."""
+
+        def __init__(self, stream):
+            self.close, self._completions = stream.close, iter([next(stream)])
+
+        def __iter__(self):
+            yield from self._completions
             raise KeyboardInterrupt
 
     with fakes.with_history_model(engine_for(tiny.build())) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(rollout.engine, "tqdm", Interrupted)
+            stream = engine.stream
+            patch.setattr(engine, "stream", lambda *a, **k: Interrupted(stream(*a, **k)))
             with pytest.raises(KeyboardInterrupt):
                 engine.generate(*work)
         assert not engine.busy
