@@ -263,9 +263,10 @@ def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch, want
         with monkeypatch.context() as patch:
             stream = engine.stream
             patch.setattr(engine, "stream", lambda *a, **k: Interrupted(stream(*a, **k)))
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt) as caught:
                 engine.generate(*work)
         assert not engine.busy
+        assert caught.tb is not None  # it holds the stream, which was closed all the same
         assert [(c.token_ids, c.logprobs) for c in engine.generate(*work)] == wanted[0]
 
 
