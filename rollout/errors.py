@@ -131,12 +131,7 @@ def check_choice(error: type[RolloutError], name: str, value: Any, *choices: Any
 
 
 def check_options(options: Any, **least: int) -> None:
-    """Raise `ConfigError` unless these options of a command line are counts of at least so much.
-
-    Args:
-        options: What the command line was parsed to.
-        least: By the option's name in it.
-    """
+    """Raise `ConfigError` unless each named option of a parsed command line is at least so much."""
     for name, count in least.items():
         check_count(ConfigError, f"--{name.replace('_', '-')}", getattr(options, name), count)
 

@@ -42,11 +42,7 @@ def precision_of(accelerator: Any) -> Precision:
 
 
 def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
-    """Check a trainer, and make the engine that serves it.
-
-    Args:
-        trainer: A stock TRL trainer, constructed.
-        config: Knobs of the engine.
+    """Check a constructed TRL trainer, and make the engine that serves it.
 
     Raises:
         UnsupportedTrainer: The trainer or its settings; the message says what to change.

@@ -6,11 +6,7 @@ import numpy as np
 
 
 class RowSeeds:
-    """What a trainer's rows are drawn by.
-
-    Args:
-        trainer: Whose seed, step, mode and rank they depend on, and on the call in that step.
-    """
+    """Seeds by the trainer's seed, step, mode and rank, and by the call within that step."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -39,10 +39,7 @@ def check_trl() -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse a trainer whose rollouts would not be what it asks for.
-
-    Args:
-        trainer: A constructed TRL trainer.
+    """Refuse a constructed TRL trainer whose rollouts would not be what it asks for.
 
     Raises:
         UnsupportedTrainer: The reason, and the way out.
