@@ -174,11 +174,6 @@ def test_examples_in_docstrings_are_true(path):
     assert doctest.testmod(importlib.import_module(module_of(path))).failed == 0
 
 
-def test_every_package_is_shipped():
-    packages = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in SOURCES}
-    assert sorted(packages) == sorted(PYPROJECT["tool"]["setuptools"]["packages"])
-
-
 def test_version_is_the_changelogs():
     changelog = (ROOT / ".github" / "CHANGELOG.md").read_text(encoding="utf-8")
     assert PYPROJECT["project"]["version"] == newest_version(changelog)

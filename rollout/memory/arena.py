@@ -125,8 +125,8 @@ class MappedArena(Arena):
 
     def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
         super().__init__()
-        total = torch.cuda.get_device_properties(device).total_memory
-        self._range = AddressRange(total, device)
+        capacity = torch.cuda.get_device_properties(device).total_memory
+        self._range = AddressRange(capacity, device)
         self._device = device
         self._wait = wait
         self._all: Tensor | None = None
