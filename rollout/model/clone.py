@@ -39,12 +39,12 @@ def _clone_fsdp_modules(live: nn.Module, memo: dict[int, Any]) -> None:
     A clone is of the plain class. All exist, still empty, before the first is filled, so that each
     finds the others.
     """
-    modules = [module for module in live.modules() if isinstance(module, FSDPModule)]
+    modules: list[Any] = [module for module in live.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         plain: Any = _plain_type(module)
         memo[id(module)] = plain.__new__(plain)
     for module in modules:
-        vars(memo[id(module)]).update(copy.deepcopy(vars(module), memo))
+        memo[id(module)].__setstate__(copy.deepcopy(module.__getstate__(), memo))
 
 
 def alias(parameter: nn.Parameter) -> nn.Parameter:
