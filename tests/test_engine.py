@@ -255,7 +255,6 @@ def test_an_interrupt_between_two_steps_leaves_a_usable_engine(wanted):
             with pytest.raises(KeyboardInterrupt):
                 stream.throw(KeyboardInterrupt)
         assert not engine.busy
-        assert caught.tb is not None  # it holds the stream, which was closed all the same
         assert [(c.token_ids, c.logprobs) for c in engine.generate(*work)] == wanted[0]
 
 

@@ -50,10 +50,17 @@ def exact_attention(
     if query_THD.is_cuda:
         from rollout.kernels import paged_attention_triton as kernels  # not there on every CPU
 
-        scores: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        options = {"longest": longest, "sinks_H": sinks_H, "with_lse": True, **scores}
-        new = (keys_TKD.contiguous(), values_TKD.contiguous())
-        output, lse_HT = kernels.attend_runs(query_THD, new, runs_N4, **options)
+        output, lse_HT = kernels.attend_runs(
+            query_THD,
+            (keys_TKD.contiguous(), values_TKD.contiguous()),
+            runs_N4,
+            longest=longest,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks_H=sinks_H,
+            with_lse=True,
+        )
         assert lse_HT is not None
         return output, lse_HT
     output = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
@@ -74,7 +81,7 @@ def _(query_THD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, keys, values, runs, longest, scale, window, softcap, sinks = inputs
     ctx.save_for_backward(query, keys, values, *output, runs, sinks)
-    ctx.options = (longest, scale, window, softcap)
+    ctx.longest, ctx.options = longest, (scale, window, softcap)
 
 
 def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,20 +91,23 @@ def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | 
     length.
     """
     query, keys, values, output, lse_HT, runs_N4, sinks_H = ctx.saved_tensors
-    longest, scale, window, softcap = ctx.options
+    saved, longest = (query, keys, values, output, lse_HT), ctx.longest
+    scale, window, softcap = ctx.options
     in_rows = len(runs_N4) * longest == len(query)  # and not packed
     if not query.is_cuda or not flash.serves(query, softcap, sinks_H):
-        gradients = _by_definition(
-            gradient_THD, (query, keys, values, sinks_H), runs_N4, ctx.options
-        )
+        inputs = (query, keys, values, sinks_H)
+        gradients = _by_definition(gradient_THD, inputs, runs_N4, scale, window, softcap)
     elif in_rows and cudnn.serves(query, window):
-        saved = (query, keys, values, output, lse_HT)
         gradients = cudnn.backward_rows(gradient_THD, *saved, runs_N4[:, 1], scale=scale)
     else:
-        saved = (query, keys, values, output, lse_HT)
-        options: dict[str, Any] = {"longest": longest, "scale": scale, "window": window}
-        bounds = _bounds(runs_N4, len(query))
-        gradients = flash.backward_packed(gradient_THD.contiguous(), *saved, bounds, **options)
+        gradients = flash.backward_packed(
+            gradient_THD.contiguous(),
+            *saved,
+            _bounds(runs_N4, len(query)),
+            longest=longest,
+            scale=scale,
+            window=window,
+        )
     sinks = gradients[3] if sinks_H is not None else None
     return (*gradients[:3], None, None, None, None, None, sinks)
 
@@ -106,10 +116,11 @@ def _by_definition(
     gradient_THD: Tensor,
     inputs: tuple[Tensor | None, ...],
     runs_N4: Tensor,
-    options: tuple[Any, ...],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> list[Tensor]:
     """Gradients of queries, keys, values, and of sinks where there are any, run by run."""
-    _, scale, window, softcap = options
     leaves = [tensor.detach().requires_grad_() for tensor in inputs if tensor is not None]
     gradients = [torch.zeros_like(leaf) for leaf in leaves]
     for run in _slices(runs_N4):
@@ -137,9 +148,17 @@ def _definition(
 ) -> Tensor:
     """One run by the function that defines the rollout's attention."""
     positions = torch.arange(len(query_THD), device=query_THD.device)[None]
-    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": sinks_H}
-    states = (query_THD[None], keys_TKD[None], values_TKD[None])
-    return attend(*states, positions, scale=scale, **options)[0]
+    output = attend(
+        query_THD[None],
+        keys_TKD[None],
+        values_TKD[None],
+        positions,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
+    )
+    return output[0]
 
 
 def _slices(runs_N4: Tensor) -> list[slice]:

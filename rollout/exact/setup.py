@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -55,28 +56,34 @@ def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> 
         raise UnsupportedModel(
             f"{name} has dropout, and a rollout has none; set it to 0, or on_policy='close'"
         )
-    before = [(config, config._attn_implementation) for config in configs_of(base)]
-    base.set_attn_implementation(EXACT_ATTENTION)
-    for config, _ in before:
-        config._attn_implementation = EXACT_ATTENTION
+    undo = ExitStack()
+    undo.callback(_use_exact_attention(base))
     backbone = getattr(base, base.base_model_prefix)
     hook = backbone.register_forward_pre_hook(_count_positions, with_kwargs=True)
+    undo.callback(hook.remove)
     library = _prefer_cublaslt(base)
-    restore_forwards = patch_forwards(base, shapes or {})
+    if library is not None:
+        undo.callback(torch.backends.cuda.preferred_blas_library, library)
+    undo.callback(patch_forwards(base, shapes or {}))
     logger.warning(
         "on_policy='exact': the trainer's model now attends by %s and counts positions from a "
         "row's first real token%s; detach() undoes it",
         EXACT_ATTENTION,
         "" if library is None else ", and products go through cuBLASLt or are never split",
     )
+    return undo.close
+
+
+def _use_exact_attention(base: Any) -> Callable[[], None]:
+    """Let each attention layer attend by our kernel; what undoes it."""
+    before = [(config, config._attn_implementation) for config in configs_of(base)]
+    base.set_attn_implementation(EXACT_ATTENTION)
+    for config, _ in before:
+        config._attn_implementation = EXACT_ATTENTION
 
     def undo() -> None:
-        restore_forwards()
         for config, attention in before:
             config._attn_implementation = attention
-        hook.remove()
-        if library is not None:
-            torch.backends.cuda.preferred_blas_library(library)
 
     return undo
 

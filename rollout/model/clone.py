@@ -39,12 +39,32 @@ def _clone_fsdp_modules(live: nn.Module, memo: dict[int, Any]) -> None:
     A clone is of the plain class. All exist, still empty, before the first is filled, so that each
     finds the others.
     """
-    modules = [module for module in live.modules() if isinstance(module, FSDPModule)]
+    modules: list[Any] = [module for module in live.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         plain: Any = _plain_type(module)
         memo[id(module)] = plain.__new__(plain)
     for module in modules:
-        vars(memo[id(module)]).update(copy.deepcopy(vars(module), memo))
+        memo[id(module)].__setstate__(copy.deepcopy(module.__getstate__(), memo))
+
+
+@torch.no_grad()
+def bind(base: nn.Module, live: nn.Module) -> None:
+    """Point every parameter and persistent buffer of a clone at the trainer's storage, by name."""
+    modules = dict(live.named_modules())
+    for name, module in base.named_modules():
+        source = modules[name]
+        for key, parameter in source._parameters.items():
+            if parameter is None or not is_part(parameter):
+                # ALIAS: the twin reads what the optimizer writes
+                module._parameters[key] = None if parameter is None else alias(parameter)
+        for key, buffer in source._buffers.items():
+            if buffer is None or key not in source._non_persistent_buffers_set:
+                # ALIAS: as above
+                module._buffers[key] = buffer
+            elif (mine := module._buffers[key]) is not None and mine.device == buffer.device:
+                mine.copy_(buffer)
+            else:
+                module._buffers[key] = buffer.detach().clone()
 
 
 def alias(parameter: nn.Parameter) -> nn.Parameter:

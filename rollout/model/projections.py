@@ -59,11 +59,11 @@ class ProjectionGroup:
 
     def bind(self) -> bool:
         """Take over the layers' present weights; whether one product computes them."""
-        self.joined = _are_alike(self.linears) and _lie_together(self.linears)
-        self.weight = None
-        if self.joined:
+        self.joined, self.weight = False, None  # an interrupt leaves layers that compute alone
+        if _are_alike(self.linears) and _lie_together(self.linears):
             self._bind_weights()
             self._bind_adapters()
+            self.joined = True
         return self.joined
 
     def _bind_weights(self) -> None:

@@ -1,7 +1,7 @@
-"""Modules of ours in the twin's tree, in the place of others: chosen, made and set here alone.
+"""Modules of ours that take the place of others in the twin's tree: here alone.
 
-A module of ours has the parameters, buffers and children of the one that it replaces, under the
-same names, so that the twin goes on finding them by the trainer's names.
+A module of ours shares parameters, buffers and children with the one that it replaces, under the
+same names. So the twin still finds them by the trainer's names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ class Replaced:
 
     @torch.no_grad()
     def refresh(self) -> int:
-        """Take over the present weights; how many groups are one product."""
+        """Take over the present weights; return how many groups are one product."""
         for layer in self.linears:
             layer.choose_kernel()
         return sum(group.bind() for group in self.groups)
@@ -52,7 +52,7 @@ def replace_modules(
     float32_head: bool = False,
     compiled: bool = False,
 ) -> Replaced:
-    """Let the twin compute by modules of ours what they compute faster, or otherwise.
+    """Replace modules of the twin by ours, which are faster or round as the mode demands.
 
     Args:
         base: The twin's tree, whose modules are the trainer's classes.
@@ -88,7 +88,7 @@ def replace(base: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> Non
 
 
 def _in_place_of(module: nn.Module, kind: type[Module]) -> Module:
-    """A module of `kind` with everything that `module` has, to compute otherwise."""
+    """A module of `kind` that has everything that `module` has, but another forward."""
     made = kind.__new__(kind)
     # ALIAS: one dict of parameters, of buffers and of children for both
     vars(made).update(vars(module))

@@ -15,7 +15,7 @@ from rollout.exact.linear import InvariantShapes
 from rollout.memory.arena import Arena, PlainArena
 from rollout.memory.kv_cache import KVLayout
 from rollout.model.attention import PAGED_ATTENTION, PagedAttention, number_layers
-from rollout.model.clone import alias, clone, fingerprint
+from rollout.model.clone import bind, clone, fingerprint
 from rollout.model.compile import compile_layers, decoder_layers, run_uncompiled
 from rollout.model.replace import replace_modules
 from rollout.model.weights import (
@@ -164,10 +164,8 @@ class Twin:
             UnsupportedModel: The parameters have been moved apart meanwhile.
         """
         check_placed(self._live)
-        reshard(self._live)
-        if fingerprint(base_of(self._live)) != self._fingerprint:
-            self._rebuild()
-        self._bind()
+        self._follow_tree()
+        bind(self._base, base_of(self._live))
         self._fill_shadow()
         self.num_fused = self._replaced.refresh()
 
@@ -178,9 +176,7 @@ class Twin:
         Args:
             num_done: Parameters that this rank has gathered with the others before it failed.
         """
-        reshard(self._live)
-        if fingerprint(base_of(self._live)) != self._fingerprint:
-            self._rebuild()
+        self._follow_tree()
         # Tied ones are gathered once there, too.
         parts = {(id(e.source), e.dtype): e for e in self._find_shadowed() if is_part(e.source)}
         for each in list(parts.values())[num_done:]:
@@ -225,9 +221,7 @@ class Twin:
             `(rows, vocab)`.
         """
         with self.autocast(), paged.active():
-            # Through the class: a forward set on the instance belongs to the trainer.
-            output = type(self._base).forward(
-                self._base,
+            output = self._base(
                 input_ids=tokens_T[None],
                 position_ids=positions_T[None],
                 use_cache=False,
@@ -240,53 +234,26 @@ class Twin:
         dtype = self._autocast_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
+    def _follow_tree(self) -> None:
+        """Copy the trainer's tree anew where it is no longer what was copied."""
+        reshard(self._live)
+        if fingerprint(base_of(self._live)) != self._fingerprint:
+            self._rebuild()
+
     def _rebuild(self) -> None:
         """Copy the trainer's tree anew."""
         live = base_of(self._live)
         self.num_builds += 1
         self._fingerprint: tuple[Any, ...] = ()  # an interrupt leaves a tree to be copied anew
         self._shadow.clear()
-        self._base = clone(live)
-        config: Any = self._base.config
-        grouped = self.device.type == "cuda" and config.dtype == torch.bfloat16
-        for each in configs_of(self._base):
-            each._attn_implementation = PAGED_ATTENTION
-            if grouped:
-                # The one way through a Mixture of Experts that waits for nothing on the host.
-                each._experts_implementation = "grouped_mm"
-        # A step wants logits in a named output, and nothing recorded on the way.
-        config.return_dict = True
-        config.output_hidden_states = config.output_attentions = False
-        if hasattr(config, "output_router_logits"):
-            config.output_router_logits = False
-        number_layers(self._base)
-        self._replaced = replace_modules(
-            self._base,
-            self._shapes,
-            float32_head=self._float32_head,
-            compiled=self.compiled,
-        )
+        self._base = base = clone(live)
+        _configure(base, on_gpu=self.device.type == "cuda")
+        number_layers(base)
+        options = {"float32_head": self._float32_head, "compiled": self.compiled}
+        self._replaced = replace_modules(base, self._shapes, **options)
         if self.compiled:
-            compile_layers(self._base, exact=self._exact)
+            compile_layers(base, exact=self._exact)
         self._fingerprint = fingerprint(live)
-
-    @torch.no_grad()
-    def _bind(self) -> None:
-        """Point every parameter and persistent buffer at the trainer's storage, by name."""
-        live = dict(base_of(self._live).named_modules())
-        for name, module in self._base.named_modules():
-            for key, parameter in live[name]._parameters.items():
-                if parameter is None or not is_part(parameter):
-                    # ALIAS: the twin reads what the optimizer writes
-                    module._parameters[key] = None if parameter is None else alias(parameter)
-            for key, buffer in live[name]._buffers.items():
-                if buffer is None or key not in live[name]._non_persistent_buffers_set:
-                    # ALIAS: as above
-                    module._buffers[key] = buffer
-                elif (mine := module._buffers[key]) is not None and mine.device == buffer.device:
-                    mine.copy_(buffer)
-                else:
-                    module._buffers[key] = buffer.detach().clone()
 
     @torch.no_grad()
     def _fill_shadow(self) -> None:
@@ -329,3 +296,17 @@ class Twin:
             size,
             dtype,
         )
+
+
+def _configure(base: nn.Module, *, on_gpu: bool) -> None:
+    """Attend over pages; give logits in a named output, and record nothing on the way."""
+    config: Any = base.config
+    for each in configs_of(base):
+        each._attn_implementation = PAGED_ATTENTION
+        if on_gpu and config.dtype == torch.bfloat16:
+            # The one way through a Mixture of Experts that waits for nothing on the host.
+            each._experts_implementation = "grouped_mm"
+    config.return_dict = True
+    config.output_hidden_states = config.output_attentions = False
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
