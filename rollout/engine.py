@@ -206,10 +206,25 @@ class RolloutEngine:
             EnginePaused: The engine is paused.
             EngineClosed: The engine was closed.
         """
+        return self.submit_all([prompt], sampling, [seed], same_weights=same_weights)[0]
+
+    def submit_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int] | None = None,
+        *,
+        same_weights: bool = False,
+    ) -> list[int]:
+        """Queue several rows for `step` at once; returns their ids, in the order of the prompts.
+
+        Arguments are those of `generate`, errors those of `submit`. Rows of one prompt share its
+        prefill.
+        """
         self._check_running()
         limits = self._limits()
-        requests = build_requests([prompt], sampling, [seed], limits)
-        return self._enqueue(requests, limits, same_weights)[0]
+        requests = build_requests(prompts, sampling, seeds, limits)
+        return self._enqueue(requests, limits, same_weights)
 
     @no_inference_mode
     def step(self) -> list[Completion]:
