@@ -7,7 +7,6 @@ import tiny
 import torch
 import trl_trainer
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.model.projections import groups_of, lay_together
@@ -16,8 +15,9 @@ FUSED = EngineConfig(max_rows=4, page_tokens=4, fuse_projections=True)
 SIX = SamplingParams(max_new_tokens=6)
 
 
-def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
+def test_parameters_and_checkpoints_stay_and_share_a_buffer(tmp_path):
     model = tiny.build("qwen2")  # q, k and v have biases
+    model.save_pretrained(tmp_path / "before")
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
     assert lay_together(groups_of(model)) == 2 * 3
     for name, parameter in model.named_parameters():
@@ -27,19 +27,9 @@ def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
     attention = model.model.layers[0].self_attn
     first, second = attention.q_proj.weight, attention.k_proj.weight
     assert first.data_ptr() + first.nbytes == second.data_ptr()
-
-
-def test_checkpoints_are_what_they_were(tmp_path):
-    model, plain = tiny.build(), tiny.build()
-    lay_together(groups_of(model))
-    model.save_pretrained(tmp_path / "fused")
-    plain.save_pretrained(tmp_path / "plain")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fused").state_dict()
-    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
-    assert set(loaded) == set(wanted)
-    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-    size = sum(file.stat().st_size for file in (tmp_path / "fused").glob("*.safetensors"))
-    assert size == sum(f.stat().st_size for f in (tmp_path / "plain").glob("*.safetensors"))
+    model.save_pretrained(tmp_path / "after")
+    files = [tmp_path / name / "model.safetensors" for name in ("before", "after")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
