@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.exact import ops as exact_ops
+from rollout.exact.setup import prepare_trainer
 from rollout.model import twin
 from rollout.model.twin import Twin
 
@@ -109,6 +110,17 @@ def test_what_is_compiled_and_which_norms_are_ours(family, exact, num_compiled, 
     layers = Twin(tiny.build(family), compiled=True, exact=exact).base.model.layers
     assert sum("forward" in vars(layer) for layer in layers) == num_compiled
     assert sum(isinstance(module, ExactRMSNorm) for module in layers[0].modules()) == num_norms
+
+
+def test_a_trainers_compiled_layers_share_a_graph_in_exact_mode():
+    model = tiny.build("qwen2").eval()
+    undo = prepare_trainer(model, dict.fromkeys([(24, 48), (48, 48), (48, 64)], 10))
+    counters.clear()
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    model(torch.tensor([[9, 10, 11]]), use_cache=False)
+    assert counters["stats"]["unique_graphs"] == 1
+    undo()
 
 
 def half(*shape):
