@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import (
-    Rollout,
-    Workload,
-    assert_comes_by,
-    depths,
-    expect_short,
-    make_request,
-    many,
-    step,
-    tight_workloads,
-)
+from simulation import Rollout, assert_comes_by, depths, expect_short, many, step
+from workloads import Workload, make_request, tight_workloads
 
 from rollout.config import RolloutConfig
 from rollout.scheduler.lanes import expected_growth

@@ -6,20 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
-from simulation import (
-    EOS_SETS,
-    VOCAB,
-    Device,
-    Rollout,
-    Workload,
-    assert_comes_by,
-    depths,
-    make_request,
-    many,
-    step,
-    text_of,
-    workloads,
-)
+from simulation import Device, Rollout, assert_comes_by, depths, many, step
+from workloads import EOS_SETS, VOCAB, Workload, make_request, text_of, workloads
 
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
