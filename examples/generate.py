@@ -10,7 +10,7 @@ import run_length
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
         max_new_tokens=options.max_new_tokens, eos_token_ids=(tokenizer.eos_token_id,)
     )
     prompt = tokenizer(options.prompt)["input_ids"]
-    with RolloutEngine(model, RolloutConfig(max_rows=options.rows)) as engine:
+    with RolloutEngine(model, EngineConfig(max_rows=options.rows)) as engine:
         for completion in engine.generate([prompt] * options.rows, sampling):
             text = tokenizer.decode(completion.token_ids)
             print(f"{sum(completion.logprobs):8.2f} {completion.finish_reason:6} {text!r}")

@@ -25,8 +25,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.rewards import accuracy_reward
 
-from rollout import RolloutConfig
-from trainers import RolloutGenerator
+from trainers import RolloutConfig, RolloutGenerator
 
 WINDOW = 10
 
@@ -131,14 +130,12 @@ def summarise(trainer: GRPOTrainer) -> float:
 
 
 def main(
-    trainer_class: type[GRPOTrainer] = GRPOTrainer,
-    config_class: type[GRPOConfig] = GRPOConfig,
-    parser_class: type[TrlParser] = TrlParser,
+    trainer_class: type[GRPOTrainer] = GRPOTrainer, config_class: type[GRPOConfig] = GRPOConfig
 ) -> None:
     os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; WANDB_MODE=online syncs
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     logging.basicConfig(format="%(message)s")
-    parser = parser_class((ScriptArguments, config_class, RolloutConfig))
+    parser = TrlParser((ScriptArguments, config_class, RolloutConfig))
     script, args, config = parser.parse_args_and_config()
     for name in ("rollout", "trainers"):  # with --log_level info, a line for each rollout
         logging.getLogger(name).setLevel(args.get_process_log_level())

@@ -9,7 +9,7 @@ Takes what `grpo.py` takes, and every argument of RolloutPPOConfig.
 
 from grpo import main
 
-from trainers import PPOTrainer, RolloutPPOConfig, RolloutPPOParser
+from trainers import PPOTrainer, RolloutPPOConfig
 
 if __name__ == "__main__":
-    main(PPOTrainer, RolloutPPOConfig, RolloutPPOParser)
+    main(PPOTrainer, RolloutPPOConfig)

@@ -1,45 +1,45 @@
 """The door: what we promise to keep.
 
-It is lazy, so that importing the host half imports no torch.
+The engine is imported on first use, so that importing the host half imports no torch.
 
 Read in this order: request, scheduler, slots, forward, engine.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rollout.config import EngineConfig
+from rollout.errors import (
+    ConfigError,
+    EngineBusy,
+    EngineClosed,
+    EnginePaused,
+    OutOfMemory,
+    OutOfPages,
+    RequestError,
+    RolloutError,
+    Unsupported,
+    UnsupportedModel,
+    UnsupportedTrainer,
+)
+from rollout.request import Completion, FinishReason, Request
+from rollout.sampling_params import SamplingParams
+from rollout.stop_strings import StopStrings
+
 if TYPE_CHECKING:
-    from rollout.config import RolloutConfig
     from rollout.engine import RolloutEngine
-    from rollout.errors import (
-        ConfigError,
-        EngineBusy,
-        EngineClosed,
-        EnginePaused,
-        OutOfMemory,
-        OutOfPages,
-        RequestError,
-        RolloutError,
-        Unsupported,
-        UnsupportedModel,
-        UnsupportedTrainer,
-    )
-    from rollout.request import Completion, FinishReason, Request
-    from rollout.sampling_params import SamplingParams
-    from rollout.stop_strings import StopStrings
 
 __all__ = [
     "Completion",
     "ConfigError",
     "EngineBusy",
     "EngineClosed",
+    "EngineConfig",
     "EnginePaused",
     "FinishReason",
     "OutOfMemory",
     "OutOfPages",
     "Request",
     "RequestError",
-    "RolloutConfig",
     "RolloutEngine",
     "RolloutError",
     "SamplingParams",
@@ -49,19 +49,11 @@ __all__ = [
     "UnsupportedTrainer",
 ]
 
-_HOMES = {
-    "RolloutConfig": "config",
-    "RolloutEngine": "engine",
-    "Completion": "request",
-    "FinishReason": "request",
-    "Request": "request",
-    "SamplingParams": "sampling_params",
-    "StopStrings": "stop_strings",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use (PEP 562)."""
-    if name not in __all__:
+    """Import the engine, and torch with it, on first use (PEP 562)."""
+    if name != "RolloutEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    from rollout.engine import RolloutEngine
+
+    return RolloutEngine

@@ -11,15 +11,14 @@ d2h                      <0         <1
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import (
     ConfigError,
     EngineBusy,
@@ -28,16 +27,18 @@ from rollout.errors import (
     OutOfMemory,
     RolloutError,
 )
+from rollout.exact.linear import Shape
 from rollout.memory.plan import MemoryPlan
-from rollout.request import Completion, FinishReason, Request
-from rollout.runner.slots import IOSlot
+from rollout.request import Completion, Request
 from rollout.runner.worker import Worker, is_out_of_memory
 from rollout.sampling_params import SamplingParams
-from rollout.scheduler.batch import Batch
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.validation import Limits, build_requests
-from rollout.telemetry.device_time import BatchClock
+from rollout.scheduler.waiting import Lengths
 from rollout.telemetry.gpu_counters import open_meter
+from rollout.telemetry.observer import Observer, Observers
+from rollout.telemetry.recorder import Recorder
+from rollout.telemetry.roofline import Cost
 from rollout.telemetry.stats import RolloutStats
 
 logger = logging.getLogger(__name__)
@@ -78,18 +79,17 @@ class RolloutEngine:
     def __init__(
         self,
         model: nn.Module,
-        config: RolloutConfig | None = None,
+        config: EngineConfig | None = None,
         *,
         autocast_dtype: torch.dtype | None = None,
         float32_head: bool = False,
         param_dtype: torch.dtype | None = None,
         show_plan: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
-        if not isinstance(config, RolloutConfig | None):
-            raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
-        self.config = config or RolloutConfig()
+        if not isinstance(config, EngineConfig | None):
+            raise ConfigError(f"config={config!r:.80}: it must be an EngineConfig(...)")
+        self.config = config or EngineConfig()
         self.policy_version = 0
-        self.stats = RolloutStats()
         self.worker = Worker(
             model,
             self.config,
@@ -102,8 +102,10 @@ class RolloutEngine:
         self.max_row_tokens = self.worker.max_row_tokens
         self.slots = self.worker.slots
         self.streams = self.worker.streams
-        self._meter = open_meter(self.worker.device_uuid)
-        self._clock = BatchClock(self.worker.device)
+        meter = open_meter(self.worker.device_uuid)
+        page_bytes = self.worker.kv_cache.layout.page_bytes
+        self._recorder = Recorder(self.scheduler, meter, page_bytes)
+        self.observer = Observers(self._recorder)
         self._show_plan = show_plan or logger.info
         self._planned = self._paused = self._closed = False
 
@@ -136,11 +138,9 @@ class RolloutEngine:
         """
         done: dict[int, Completion] = {}
         stream = self.stream(prompts, sampling, seeds, same_weights=same_weights)
-        bar = tqdm(total=len(prompts), unit="row", disable=not self.config.progress_bar)
-        with closing(stream), bar:  # an interrupt can come between two steps
+        with closing(stream):  # an interrupt can come between two steps
             for completion in stream:
                 done[completion.row] = completion
-                bar.update()
         return [done[row] for row in sorted(done)]
 
     def stream(
@@ -206,10 +206,25 @@ class RolloutEngine:
             EnginePaused: The engine is paused.
             EngineClosed: The engine was closed.
         """
+        return self.submit_all([prompt], sampling, [seed], same_weights=same_weights)[0]
+
+    def submit_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int] | None = None,
+        *,
+        same_weights: bool = False,
+    ) -> list[int]:
+        """Queue several rows for `step` at once; returns their ids, in the order of the prompts.
+
+        Arguments are those of `generate`, errors those of `submit`. Rows of one prompt share its
+        prefill.
+        """
         self._check_running()
         limits = self._limits()
-        requests = build_requests([prompt], sampling, [seed], limits)
-        return self._enqueue(requests, limits, same_weights)[0]
+        requests = build_requests(prompts, sampling, seeds, limits)
+        return self._enqueue(requests, limits, same_weights)
 
     @no_inference_mode
     def step(self) -> list[Completion]:
@@ -231,19 +246,22 @@ class RolloutEngine:
         try:
             slot, previous = self.slots.flip()
             batch = self.scheduler.schedule(self.policy_version)  # reads no tensor
+            self.observer.planned(batch)
             if batch is not None:
                 slot.stage(batch)  # host: fill the pinned buffers
                 slot.upload()  # h2d stream -> slot.uploaded
                 self.worker.swap.move(batch)  # swap stream: pages to the host and back
                 self.worker.graphs.run(slot)  # compute stream -> slot.computed
                 slot.download()  # d2h stream -> slot.downloaded
-                self._count(batch, slot.staged_bytes)
+                self.observer.launched(batch, slot.staged_bytes)
             if previous.batch is None:
                 return []
             tokens, scores = previous.wait()  # SYNC: the only host wait in a step
-            self._time(previous)
-            completions = self.scheduler.settle(previous.release(), tokens, scores)
-            return self._settled(completions)
+            settled = previous.release()
+            completions = self.scheduler.settle(settled, tokens, scores)
+            self.observer.settled(settled, completions, previous.stamps)
+            self._end_if_idle()
+            return completions
         except BaseException as error:
             self._give_up(error)
             raise
@@ -262,7 +280,7 @@ class RolloutEngine:
             self.scheduler.abort(ids)
             if not self.busy:
                 self.streams.hand_back()
-                self._meter.end()
+                self._recorder.give_up()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -282,6 +300,47 @@ class RolloutEngine:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.worker.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.worker.twin.vocab_size
+
+    @property
+    def stats(self) -> RolloutStats:
+        """Of the rollout that runs, or of the last one."""
+        return self._recorder.stats
+
+    @property
+    def num_live(self) -> int:
+        """Rows in a lane."""
+        return self.scheduler.num_live
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows without a lane."""
+        return self.scheduler.num_waiting
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that are ready to be replayed."""
+        return len(self.worker.graphs.captured)
+
+    def observing(self, observer: Observer) -> AbstractContextManager[None]:
+        """Tell `observer` of each batch that is planned, launched or settled inside.
+
+        Example:
+            ```python
+            with engine.observing(tracer):
+                engine.generate(prompts, sampling)
+            ```
+        """
+        return self.observer.including(observer)
+
+    @property
     def busy(self) -> bool:
         """Whether a row is live or waiting, or a batch in flight."""
         rows = self.scheduler.num_live + self.scheduler.num_waiting
@@ -291,11 +350,6 @@ class RolloutEngine:
     def asleep(self) -> bool:
         """Whether there is no memory that `sleep` could give back."""
         return self._closed or self.worker.asleep
-
-    @property
-    def num_gathered(self) -> int:
-        """How often a sharded parameter was gathered from all ranks."""
-        return 0 if self._closed else self.worker.twin.num_gathered
 
     @no_inference_mode
     def sleep(self) -> None:
@@ -323,7 +377,7 @@ class RolloutEngine:
             # A scheduler that is half new would lose the rows to come.
             self._give_up(error)
             raise
-        self.stats.sleep_s += time.perf_counter() - began
+        self._recorder.slept(time.perf_counter() - began)
 
     @no_inference_mode
     def wake(self) -> None:
@@ -361,7 +415,7 @@ class RolloutEngine:
         """
         self._check_running()
         self.streams.hand_back()
-        self.stats.attribution.paused()
+        self._recorder.paused()
         self._paused = True
 
     def resume(self, kv: str = "keep", *, same_weights: bool = False) -> None:
@@ -415,34 +469,41 @@ class RolloutEngine:
                 self._closed = True
                 del self.worker, self.slots
 
-    def _count(self, batch: Batch, num_bytes: int) -> None:
-        """Tell telemetry of a batch that was launched."""
-        pages, stats = self.scheduler.pages, self.stats
-        stats.launched(len(batch.rows), pages.num_used, num_bytes)
-        stats.paged(pages.num_shared, pages.num_free)
-        stats.prefilled(batch.num_prefilled, batch.num_attended, batch.num_shared)
-        page_bytes = self.worker.kv_cache.layout.page_bytes
-        stats.preempted(batch.num_preempted, len(batch.offloads) * page_bytes)
-        num_padded = self.worker.graphs.padded(len(batch.rows))
-        stats.attribution.launched(batch, num_padded, self.scheduler.num_waiting)
+    # What a trainer asks of its engine.
 
-    def _time(self, slot: IOSlot) -> None:
-        """Tell telemetry when the device ran a batch, which the host has just waited for."""
-        assert slot.batch is not None
-        prefills = len(slot.batch.segments) > 0
-        times, slot.stamps = self._clock.read(slot.stamps, prefills=prefills)
-        self.stats.attribution.ran(times)
+    @property
+    def expected_lengths(self) -> Lengths:
+        """Completion lengths of earlier prompts; rows are admitted by them."""
+        return self.scheduler.lengths
 
-    def _settled(self, completions: list[Completion]) -> list[Completion]:
-        lengths = [len(completion.token_ids) for completion in completions]
-        stopped = [c for c in completions if c.finish_reason is FinishReason.STOP]
-        self.stats.ended(lengths, len(stopped))
-        self.stats.settled(sum(lengths))
+    @property
+    def exact_shapes(self) -> Mapping[Shape, int]:
+        """Layers that exact mode computes with the batch-invariant product, by their shape."""
+        return self.worker.invariant_shapes
+
+    def cost(self) -> Cost:
+        """The least bytes and operations of a token, with the weights that rollouts read now."""
+        return self.worker.cost()
+
+    @property
+    def num_gathered(self) -> int:
+        """How often a sharded parameter was gathered from all ranks."""
+        return 0 if self._closed else self.worker.twin.num_gathered
+
+    def join_gathers(self, num_done: int) -> None:
+        """Join the gathers that other ranks still wait for, and keep nothing of them.
+
+        Args:
+            num_done: Parameters of this rollout that this rank has already gathered.
+        """
+        self._check_open()
+        self.worker.twin.join_gathers(num_done)
+
+    def _end_if_idle(self) -> None:
+        """After the last row, hand the device back to the trainer and complete the stats."""
         if not self.busy:
             self.streams.hand_back()
-            self.stats.device = self._meter.end()
-            self.stats.cast(*self.worker.twin.casts.take())
-        return completions
+            self._recorder.end(*self.worker.twin.casts.take())
 
     @no_inference_mode
     def _enqueue(
@@ -451,12 +512,11 @@ class RolloutEngine:
         """Queue checked requests; on an idle engine this begins a rollout."""
         try:
             if not self.busy:
-                self.stats = RolloutStats()
-                self._clock.begin()
+                self._recorder.begin()
                 self._open_version(same_weights)
                 self.stats.policy_version = self.policy_version
                 if requests:
-                    self._meter.begin()
+                    self._recorder.start_counters()
             rows = self.scheduler.add(requests)
             self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))
             self._prepare()
@@ -482,7 +542,7 @@ class RolloutEngine:
         """Forget every row, live or waiting, and wait until the device has, too."""
         if self._closed:
             return
-        self._meter.end()
+        self._recorder.give_up()
         try:
             self.slots.drain()
             self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
@@ -512,13 +572,13 @@ class RolloutEngine:
         began, before = time.perf_counter(), self.worker.graphs.num_captures
         self.worker.prepare(self.scheduler.largest_batch())
         num_graphs = self.worker.graphs.num_captures - before
-        self.stats.warmed_up(num_graphs, time.perf_counter() - began)
+        self._recorder.warmed_up(num_graphs, time.perf_counter() - began)
 
     def _grow(self, num_pages: int) -> None:
         """Have so many KV pages at least; those that there are keep what they hold."""
         self.worker.grow(num_pages)
         self.scheduler.pages.grow(num_pages)
-        self.stats.mapped(self.worker.kv_cache.num_bytes, *self.worker.take_costs())
+        self._recorder.mapped(self.worker.kv_cache.num_bytes, *self.worker.take_costs())
 
     def _plan_once(self) -> None:
         """Say before the first batch what memory is taken for what, now that it is."""

@@ -1,7 +1,7 @@
 """Everything raised on purpose, as a tree under RolloutError.
 
 RolloutError
- |- ConfigError (ValueError)              a knob of RolloutConfig or RolloutGenerator
+ |- ConfigError (ValueError)              a knob of EngineConfig or EngineConfig
  |- RequestError (ValueError)             a prompt, a sampling parameter, a seed
  |- OutOfPages                            KV pages wanted, none free
  |- OutOfMemory (MemoryError)             the GPU has no memory left for a step
@@ -13,11 +13,15 @@ RolloutError
      |- UnsupportedTrainer
 """
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class RolloutError(Exception):
@@ -64,23 +68,39 @@ class UnsupportedTrainer(Unsupported):
     """The trainer, or the way it is set up, cannot take its rollouts from the engine."""
 
 
-def reject_unknown(
-    error: type[RolloutError], owner: str, names: Iterable[str], known: Iterable[str]
-) -> None:
-    """Raise `error` for the first of `names` that is not `known`, with the closest known name.
+def refuse_unknown(error: type[RolloutError]) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass answer an unknown argument with `error`, which names the closest known one.
+
+    Goes above `@dataclass`. A subclass with fields of its own needs it again.
 
     Example:
-        >>> reject_unknown(ConfigError, "RolloutConfig", ["max_row"], ["max_rows", "num_slots"])
+        >>> from dataclasses import dataclass
+        >>> @refuse_unknown(ConfigError)
+        ... @dataclass
+        ... class Knobs:
+        ...     max_rows: int = 1
+        >>> Knobs(max_row=2)
         Traceback (most recent call last):
         ...
-        rollout.errors.ConfigError: RolloutConfig has no 'max_row'; did you mean 'max_rows'?
+        rollout.errors.ConfigError: Knobs has no 'max_row'; did you mean 'max_rows'?
     """
-    known = list(known)
-    for name in names:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(known))}"
-            raise error(f"{owner} has no {name!r}; {hint}")
+
+    def decorate(cls: Any) -> Any:
+        init, known = cls.__init__, sorted(field.name for field in fields(cls) if field.init)
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **knobs: Any) -> None:
+            for name in knobs:
+                if name not in known:
+                    close = get_close_matches(name, known, n=1)
+                    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+                    raise error(f"{cls.__name__} has no {name!r}; {hint}")
+            init(self, *args, **knobs)
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate
 
 
 def check_count(error: type[RolloutError], name: str, value: Any, least: int = 1) -> None:
@@ -96,13 +116,22 @@ def check_count(error: type[RolloutError], name: str, value: Any, least: int = 1
         raise error(f"{name}={value!r}: it must be a whole number of at least {least}")
 
 
-def check_options(options: Any, **least: int) -> None:
-    """Raise `ConfigError` unless these options of a command line are counts of at least so much.
+def check_choice(error: type[RolloutError], name: str, value: Any, *choices: Any) -> None:
+    """Raise `error` unless `value` is one of `choices`, and of the same type: 1 is not True.
 
-    Args:
-        options: What the command line was parsed to.
-        least: By the option's name in it.
+    Example:
+        >>> check_choice(ConfigError, "kv_keep", "never", "rollout", "always")
+        Traceback (most recent call last):
+        ...
+        rollout.errors.ConfigError: kv_keep='never': it must be 'rollout' or 'always'
     """
+    if (type(value), value) not in [(type(choice), choice) for choice in choices]:
+        *others, last = map(repr, choices)
+        raise error(f"{name}={value!r}: it must be {', '.join(others)} or {last}")
+
+
+def check_options(options: Any, **least: int) -> None:
+    """Raise `ConfigError` unless each named option of a parsed command line is at least so much."""
     for name, count in least.items():
         check_count(ConfigError, f"--{name.replace('_', '-')}", getattr(options, name), count)
 

@@ -72,9 +72,9 @@ class Completion:
         policy_versions: The weights that generated it: each policy version, in order, with the
             number of tokens that are its.
         entropies: Entropy, in nats, of each token's distribution at the temperature over the full
-            vocabulary; `None` unless `RolloutConfig(entropies=True)`.
+            vocabulary; `None` unless `EngineConfig(entropies=True)`.
         kept_mass: Probability, in that distribution, of all tokens among which each was drawn;
-            `None` unless `RolloutConfig(kept_mass=True)`.
+            `None` unless `EngineConfig(kept_mass=True)`.
     """
 
     row: int

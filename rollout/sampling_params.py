@@ -1,11 +1,11 @@
 """How a row's tokens are drawn, and when it ends."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
-from rollout.errors import RequestError, check_count, is_real, reject_unknown
+from rollout.errors import RequestError, check_count, is_real, refuse_unknown
 from rollout.stop_strings import StopStrings
 
 # Logits divided by less could overflow; by more they would be multiplied by 0, which -inf must not.
@@ -43,6 +43,7 @@ class Draw(IntEnum):
     """That, after penalties and suppression, which read flags of each token on the device."""
 
 
+@refuse_unknown(RequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one row's tokens are drawn, and when it ends.
@@ -114,11 +115,6 @@ class SamplingParams:
         """Tokens that are never drawn."""
         bad_tokens = [token for (token,) in self.bad_words_ids]
         return (*self.suppress_tokens, *(t for t in bad_tokens if t not in self.eos_token_ids))
-
-    def __new__(cls, **knobs: Any) -> Self:
-        """Refuse unknown names with an error that knows the right ones."""
-        reject_unknown(RequestError, cls.__name__, knobs, [field.name for field in fields(cls)])
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_count(RequestError, "max_new_tokens", self.max_new_tokens)

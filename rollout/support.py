@@ -24,8 +24,8 @@ def configs_of(base: nn.Module) -> list[Any]:
     A layer that is a copy, as PEFT's `layer_replication` makes them, has a copied config, too.
     """
     owned = (getattr(module, "config", None) for module in base.modules())
-    found = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
-    return list(found.values())
+    configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
+    return list(configs.values())
 
 
 def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

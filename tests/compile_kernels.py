@@ -16,7 +16,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from rollout.kernels import pdl_triton as early_triton
+from rollout.kernels.batch_invariant_linear_triton import batch_invariant_linear
+from rollout.kernels.paged_attention_triton import attend_runs, decode
+from rollout.kernels.rms_norm_triton import rms_norm
+from rollout.kernels.sample_triton import sample
+from rollout.kernels.silu_and_mul_triton import silu_and_mul
+from rollout.kernels.skinny_linear_triton import skinny_linear
+from rollout.kernels.store_kv_triton import store_kv
+from rollout.kernels.top_k_top_p_triton import top_k_top_p
+
+BF16, VOCAB = torch.bfloat16, 151_936
 
 
 class Hopper:
@@ -38,103 +47,72 @@ class Hopper:
 def compile_alone():
     """From now on launching a kernel compiles it, to machine code, and that is all."""
     triton.runtime.driver.set_active(Hopper())
-    early_triton.early = lambda: {"launch_pdl": True, "EARLY": True}
+    torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda: (9, 0)
     run = JITFunction.run
 
-    def compiled(kernel, *args, warmup, **options):
-        found = run(kernel, *args, warmup=True, **options)
-        assert found.asm["cubin"]
-        sys.stdout.write(f"{kernel.__name__} {found.metadata.shared} {found.hash}\n")
+    def compile_and_print(kernel, *args, warmup, **options):
+        compiled = run(kernel, *args, warmup=True, **options)
+        assert compiled.asm["cubin"]
+        sys.stdout.write(f"{kernel.__name__} {compiled.metadata.shared} {compiled.hash}\n")
 
-    JITFunction.run = compiled
+    JITFunction.run = compile_and_print
 
 
 def attend(dtype, heads, kv_heads, dim, page_tokens, **options):
     """Kernels that read and write KV pages."""
-    from rollout.kernels import paged_attention_triton, store_kv_triton
-
     query = torch.zeros(4, heads, dim, dtype=dtype)
     new = tuple(torch.zeros(4, kv_heads, dim, dtype=dtype) for _ in range(2))
     cache = tuple(torch.zeros(3, page_tokens, kv_heads, dim, dtype=dtype) for _ in range(2))
     table, lanes = torch.zeros(4, 9, dtype=torch.int64), torch.arange(4)
-    where = (table, lanes, lanes)
-    store_kv_triton.store_kv(*new, cache, *where)
-    how = {"scale": 0.1, **options}
-    paged_attention_triton.decode(query, cache, *where, max_context=9000, **how)
-    runs = torch.zeros(2, 4, dtype=torch.int64)
-    for keys, pages in ((cache, table), (new, None)):
-        paged_attention_triton.attend_runs(
-            query, keys, runs, longest=4, page_table_LP=pages, with_lse=pages is None, **how
-        )
+    store_kv(*new, cache, table, lanes, lanes)
+    options = {"scale": 0.1, **options}
+    decode(query, cache, table, lanes, lanes, max_context=9000, **options)
+    runs, options["longest"] = torch.zeros(2, 4, dtype=torch.int64), 4
+    attend_runs(query, cache, runs, page_table_LP=table, **options)
+    attend_runs(query, new, runs, with_lse=True, **options)
 
 
-def draw():
-    """Kernels that read logits."""
-    from rollout.kernels import sample_triton
-    from rollout.kernels import top_k_top_p_triton as keep_triton
-
-    logits, ones, ids = torch.zeros(4, 151_936), torch.ones(4), torch.arange(4)
+def every_kernel():
+    attend(BF16, 32, 8, 128, 256)
+    attend(torch.float16, 12, 4, 96, 64, window=128, sinks_H=torch.zeros(12))
+    attend(BF16, 8, 1, 256, 16, softcap=30.0)
+    logits, ones, ids = torch.zeros(4, VOCAB), torch.ones(4), torch.arange(4)
     for each in (logits, logits.bfloat16()):
-        sample_triton.sample(each, ones, ids, ids, 2)
-    keep_triton.keep(logits, ids, ones, ones)
-
-
-def compute():
-    """Kernels of layers in exact mode."""
-    from rollout.kernels import batch_invariant_linear_triton as product_triton
-    from rollout.kernels import rms_norm_triton as norm_triton
-    from rollout.kernels import silu_and_mul_triton as gate_triton
-
-    states = torch.zeros(1, 32, 4096, dtype=torch.bfloat16)
-    gate_triton.silu_gate(states, states)
-    norm_triton.rms_norm(states, states[0, 0], 1e-6, states)
-    norm_triton.rms_norm(states.view(1, 32, 32, 128), states[0, 0, :128], 1e-6)
-    for rows in (32, 2048):
-        product_triton.product(states.new_zeros(rows, 256), states.new_zeros(64, 256))
-
-
-def close():
-    """The product of few rows, in one part and in several."""
-    from rollout.kernels import skinny_linear_triton as few_rows_triton
-
-    for rows, outputs, inner, dtype in (
-        (32, 24576, 4096, torch.bfloat16),
-        (9, 4096, 12288, torch.bfloat16),
+        sample(each, ones, ids, ids, 2)
+    top_k_top_p(logits, ids, ones, ones)
+    for rows, outputs, inner, dtype in (  # in one split and in several
+        (32, 24576, 4096, BF16),
+        (9, 4096, 12288, BF16),
         (20, 1024, 2048, torch.float16),
     ):
         weight = torch.zeros(outputs, inner, dtype=dtype)
-        states = weight.new_zeros(rows, inner)
-        few_rows_triton.few_rows_product(states, weight, weight.new_zeros(outputs))
+        skinny_linear(weight.new_zeros(rows, inner), weight, weight.new_zeros(outputs))
+    states = torch.zeros(1, 32, 4096, dtype=BF16)
+    silu_and_mul(states, states)
+    rms_norm(states, states[0, 0], 1e-6, states)
+    rms_norm(states.view(1, 32, 32, 128), states[0, 0, :128], 1e-6)
+    for rows in (32, 2048):
+        batch_invariant_linear(states.new_zeros(rows, 256), states.new_zeros(64, 256))
 
 
-def decode(rows):
+def decode_step(rows):
     """What a decode step of so many rows launches, at three bounds of the context."""
-    from rollout.kernels import paged_attention_triton, sample_triton
-    from rollout.kernels import rms_norm_triton as norm_triton
-    from rollout.kernels import skinny_linear_triton as few_rows_triton
-
-    dtype, ids = torch.bfloat16, torch.zeros(rows, dtype=torch.int64)
-    weight = torch.zeros(128, 256, dtype=dtype)
+    ids, weight = torch.zeros(rows, dtype=torch.int64), torch.zeros(128, 256, dtype=BF16)
     states = weight.new_zeros(rows, 256)
-    few_rows_triton.few_rows_product(states, weight)
-    norm_triton.rms_norm(states[None], states[0], 1e-6, states[None])
-    norm_triton.rms_norm(states.view(1, rows, 2, 128), states[0, :128], 1e-6)
-    cache = tuple(torch.zeros(3, 64, 2, 64, dtype=dtype) for _ in range(2))
+    skinny_linear(states, weight)
+    rms_norm(states[None], states[0], 1e-6, states[None])
+    rms_norm(states.view(1, rows, 2, 128), states[0, :128], 1e-6)
+    cache = tuple(torch.zeros(3, 64, 2, 64, dtype=BF16) for _ in range(2))
     query, table = states.view(rows, 4, 64), torch.zeros(4, 9, dtype=torch.int64)
     for most in (2048, 8192, 32768):
-        paged_attention_triton.decode(query, cache, table, ids, ids, max_context=most, scale=0.1)
-    sample_triton.sample(torch.zeros(rows, 151_936, dtype=dtype), torch.ones(rows), ids, ids, 1)
+        decode(query, cache, table, ids, ids, max_context=most, scale=0.1)
+    sample(torch.zeros(rows, VOCAB, dtype=BF16), torch.ones(rows), ids, ids, 1)
 
 
 if __name__ == "__main__":
     compile_alone()
     if sys.argv[1:] == ["decode"]:
         for rows in (32, 24, 4, 2, 1):
-            decode(rows)
-        sys.exit()
-    attend(torch.bfloat16, 32, 8, 128, 256)
-    attend(torch.float16, 12, 4, 96, 64, window=128, sinks_H=torch.zeros(12))
-    attend(torch.bfloat16, 8, 1, 256, 16, softcap=30.0)
-    draw()
-    close()
-    compute()
+            decode_step(rows)
+    else:
+        every_kernel()

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout import RolloutConfig, RolloutEngine
+from rollout import EngineConfig, RolloutEngine
 from rollout.kernels.paged_attention import gather_kv
+from rollout.memory.kv_cache import KVCache
 from rollout.runner.forward import Forward
 from rollout.runner.slots import IOSlot
 from rollout.scheduler.batch import Batch
@@ -50,6 +51,19 @@ def interrupt_at_line(number):
         yield passed
     finally:
         sys.settrace(before)
+
+
+def poison_new_pages(monkeypatch) -> None:
+    """Fill KV pages with NaN when they are allocated."""
+    grow = KVCache.grow
+
+    def poisoned(cache: KVCache, num_pages: int) -> None:
+        before = cache.num_pages
+        grow(cache, num_pages)
+        for index in range(before, cache.num_pages):
+            cache.page(index).fill_(torch.nan)
+
+    monkeypatch.setattr(KVCache, "grow", poisoned)
 
 
 class HistoryModel:
@@ -123,7 +137,7 @@ ROOM: dict[str, Any] = {"max_rows": 8, "page_tokens": 4, "prefill_tokens": 9}
 def short_of_pages(model: nn.Module, page_bytes: int) -> Iterator[RolloutEngine]:
     """Engines in which 8 rows of 30 tokens lose pages: to be computed again, or to the host."""
     for offload in (0, 100 * page_bytes):
-        tight = RolloutConfig(**ROOM, kv_bytes=22 * page_bytes, offload_bytes=offload)
+        tight = EngineConfig(**ROOM, kv_bytes=22 * page_bytes, offload_bytes=offload)
         engine = with_history_model(RolloutEngine(model, tight))
         with with_lagging_device(engine):
             yield engine

@@ -13,7 +13,7 @@ import torch
 from test_perf import CONFIG, milliseconds, opened, step_ms
 
 from rollout import RolloutEngine, SamplingParams
-from rollout.tools.doctor import copy_bandwidth
+from rollout.telemetry.roofline import copy_bandwidth
 from rollout.tools.engine_run import kernel_events
 from rollout.tools.workload import Workload, build_model
 

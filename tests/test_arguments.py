@@ -1,19 +1,18 @@
-"""RolloutConfig on TRL's command line and in its YAML, and the trainer that takes it."""
+"""Knobs on TRL's command line and in its YAML, and the trainer that takes them."""
 
-import inspect
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import pytest
 import tiny
 import trl_trainer
 import yaml
+from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 
-from rollout import ConfigError, RolloutConfig, UnsupportedTrainer
-from trainers import RolloutGRPOTrainer
-from trainers.arguments import add_help
+from rollout import ConfigError, EngineConfig, UnsupportedTrainer
+from trainers import RolloutConfig, RolloutGRPOTrainer, RolloutPPOConfig
 
 # Every field, with a value that is not its default.
 VALUES = {
@@ -34,54 +33,34 @@ VALUES = {
     "entropies": True,
     "kept_mass": True,
     "balance_ranks": True,
-    "progress_bar": True,
     "trace": "every:20",
 }
+OPTIONAL = [field.name for field in fields(RolloutConfig) if field.default is None]
 
 
-def parse(*arguments):
-    config, rollout = TrlParser((GRPOConfig, RolloutConfig)).parse_args_and_config(
+def parse(*arguments, config=GRPOConfig):
+    trl, rollout = TrlParser((config, RolloutConfig)).parse_args_and_config(
         ["--output_dir", "outputs", "--use_cpu", "true", "--bf16", "false", *arguments]
     )
-    assert type(config) is GRPOConfig
+    assert type(trl) is config
     return rollout
 
 
-def test_the_values_are_of_every_field_and_no_default():
+def test_every_field_is_an_argument_and_may_stand_in_the_yaml(tmp_path):
+    wanted, path = RolloutConfig(**VALUES), tmp_path / "config.yaml"
     assert set(VALUES) == {field.name for field in fields(RolloutConfig)}
     assert all(getattr(RolloutConfig(), name) != value for name, value in VALUES.items())
-
-
-def test_every_field_is_an_argument():
-    arguments = [text for name, value in VALUES.items() for text in (f"--{name}", str(value))]
-    assert parse(*arguments) == RolloutConfig(**VALUES)
-
-
-def test_every_field_may_stand_in_the_yaml(tmp_path):
-    path = tmp_path / "config.yaml"
+    arguments = [word for name, value in VALUES.items() for word in (f"--{name}", str(value))]
     path.write_text(yaml.safe_dump(VALUES))
-    assert parse("--config", str(path)) == RolloutConfig(**VALUES)
-
-
-def test_defaults_are_the_classes_and_none_may_be_said_in_the_yaml(tmp_path):
-    assert parse() == RolloutConfig()
-    optional = [f.name for f in fields(RolloutConfig) if f.default is None]
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(dict.fromkeys(optional)))
-    assert len(optional) > 4
-    assert parse("--config", str(path)) == RolloutConfig()
-
-
-def test_the_command_line_goes_before_the_yaml(tmp_path):
-    path = tmp_path / "config.yaml"
+    assert parse(*arguments) == parse("--config", str(path)) == wanted
+    assert HfArgumentParser(RolloutConfig).parse_args_into_dataclasses(arguments) == (wanted,)
+    # Defaults are the class's, a flag alone is true, and the command line wins over the YAML.
+    path.write_text(yaml.safe_dump(dict.fromkeys(OPTIONAL)))
+    assert parse("--config", str(path)) == parse() == RolloutConfig()
     path.write_text("max_rows: 8\nfuse_projections: true\ncompile_layers: true\n")
     changes = ["--max_rows", "9", "--fuse_projections", "false", "--compile_layers", "no"]
-    config = parse("--config", str(path), *changes)
-    assert config == RolloutConfig(max_rows=9, compile_layers=False)
-
-
-def test_a_flag_alone_is_true():
-    assert parse("--fuse_projections", "--progress_bar").fuse_projections
+    config = parse("--config", str(path), *changes, "--kept_mass")
+    assert config == RolloutConfig(max_rows=9, compile_layers=False, kept_mass=True)
 
 
 def test_a_value_that_cannot_work_is_refused_as_in_python():
@@ -89,84 +68,48 @@ def test_a_value_that_cannot_work_is_refused_as_in_python():
         parse("--num_slots", "3")
 
 
-def test_every_argument_has_a_help_text():
-    parser = TrlParser((RolloutConfig,))
+@pytest.mark.parametrize("kind", [EngineConfig, RolloutConfig, RolloutPPOConfig])
+def test_every_argument_has_a_help_text(kind):
+    parser = TrlParser((kind,))
     texts = {action.dest: action.help for action in parser._actions}
-    assert all(len(texts[name]) > 20 for name in VALUES)
-    assert texts["num_slots"].startswith("IO slots: 2 overlaps host and device")
-    assert "prefill_tokens" in parser.format_help()
+    grpos = {field.name: field.metadata.get("help") for field in fields(GRPOConfig)}
+    for field in fields(kind):
+        if texts[field.name] != grpos.get(field.name):  # whose texts are TRL's to write
+            assert len(texts[field.name]) > 20, field.name
+    assert texts.get("epsilon") == (grpos["epsilon"] if kind is RolloutPPOConfig else None)
+    printed = " ".join(parser.format_help().split())
+    last = "Updates of the critic in" if kind is RolloutPPOConfig else "IO slots: 2 overlaps host"
+    assert last in printed
 
 
-def test_a_percent_sign_does_not_break_the_help():
-    @dataclass
-    class Knobs:
-        share: float = 0.5
-        """50 % of it,
-        or more."""
-
-    add_help(Knobs)
-    assert fields(Knobs)[0].metadata["help"] == "50 %% of it, or more."
-    assert "50 % of it" in TrlParser((Knobs,)).format_help()
-
-
-def test_without_source_there_is_no_help_and_no_error(monkeypatch):
-    @dataclass
-    class Knobs:
-        share: float = 0.5
-        """Half of it."""
-
-    def unreadable(_):
-        raise OSError
-
-    monkeypatch.setattr(inspect, "getsource", unreadable)
-    add_help(Knobs)
-    assert not fields(Knobs)[0].metadata
-
-
-def test_the_folder_imports_no_trl_before_it_is_needed():
-    code = "import sys, trainers; print({'torch', 'trl'} & set(sys.modules))"
+def test_the_doors_import_no_torch_before_it_is_needed():
+    code = "import sys, trainers, rollout; print({'torch', 'trl'} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "set()"
     with pytest.raises(ImportError, match="RolloutSFTTrainer"):
         from trainers import RolloutSFTTrainer  # noqa: F401
-
-
-def arguments(tmp_path, **changes):
-    return GRPOConfig(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=9,
-        max_steps=2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        **changes,
-    )
+    with pytest.raises(ImportError, match="RolloutConfig"):
+        from rollout import EngineConfig  # noqa: F401
 
 
 def build(tmp_path, **changes):
+    arguments = {**trl_trainer.ARGUMENTS, "num_generations": 4, "max_steps": 2, **changes}
     return RolloutGRPOTrainer(
         tiny.build(),
         trl_trainer.reward,
-        args=arguments(tmp_path, **changes),
+        args=GRPOConfig(output_dir=str(tmp_path), **arguments),
         train_dataset=tiny.dataset(),
         processing_class=tiny.tokenizer(),
         rollout=trl_trainer.ENGINE,
     )
 
 
-def test_the_one_line_form_attaches_itself(tmp_path):
+def test_the_one_line_form_attaches_itself_and_refuses_as_attach_does(tmp_path):
     trainer = build(tmp_path)
     assert trainer.vllm_generation.config == trl_trainer.ENGINE
     trainer.train()
     assert len(trl_trainer.logged(trainer, "rollout/generated_tok_s")) == 2
-
-
-def test_the_one_line_form_refuses_as_attach_does(tmp_path):
     with pytest.raises(UnsupportedTrainer, match="RolloutGRPOTrainer cannot use the engine: "):
         build(tmp_path, vllm_structured_outputs_regex="a+")

@@ -7,13 +7,17 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.errors import UnsupportedModel
 from rollout.memory.kv_cache import KVCache, KVLayout
 from rollout.model.attention import PagedAttention, number_layers, paged_attention_forward
 from rollout.scheduler.batch import Segment
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
+# Of the last of its layers, a prefill stores keys and values alone: `layer` is the second.
+LAYOUT = KVLayout(
+    num_layers=3, page_tokens=PAGE, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32
+)
 
 
 def layer() -> nn.Module:
@@ -41,16 +45,7 @@ def dense(query, keys, values, window, softcap):
 def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
     torch.manual_seed(0)
     lengths = [1, 4, 5, 11]
-    cache = KVCache(
-        KVLayout(
-            num_layers=3,  # of the last one, a prefill stores keys and values alone
-            page_tokens=PAGE,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            dtype=torch.float32,
-        ),
-        torch.device("cpu"),
-    )
+    cache = KVCache(LAYOUT, torch.device("cpu"))
     cache.grow(20)
     # Unused places hold NaN: a score or a value that slips in shows.
     for part in cache.layer(1):
@@ -60,36 +55,26 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
         [torch.randn(heads, n + 1, DIM) for n in lengths] for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
 
-    def run(spans, segments):
+    def check(spans, segments=None):
         """Run tokens `[start, stop)` of each (row, start, stop), packed."""
         lanes = torch.cat([torch.full((stop - start,), row) for row, start, stop in spans])
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
         packed = [torch.cat([x[r][:, a:b] for r, a, b in spans], 1)[None] for x in (q, k, v)]
         longest = int(positions.max()) + 1
-        paged = PagedAttention(cache, tables, lanes, positions, longest, segments)
-        with paged.active():
+        with PagedAttention(cache, tables, lanes, positions, longest, segments).active():
             output, _ = paged_attention_forward(
                 layer(), *packed, None, scaling=0.3, sliding_window=window, softcap=softcap
             )
-        return output[0]
-
-    def check(spans, output):
-        start = 0
-        for row, first, stop in spans:
-            mine = output[start : start + stop - first].transpose(0, 1)
-            start += stop - first
-            context = slice(0, stop)
-            wanted = dense(
-                q[row][:, first:stop], k[row][:, context], v[row][:, context], window, softcap
-            )
-            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+        outputs = output[0].split([stop - start for _, start, stop in spans])
+        for (row, start, stop), mine in zip(spans, outputs, strict=True):
+            query, keys, values = q[row][:, start:stop], k[row][:, :stop], v[row][:, :stop]
+            wanted = dense(query, keys, values, window, softcap)
+            torch.testing.assert_close(mine.transpose(0, 1), wanted, rtol=1e-5, atol=1e-6)
 
     # Row 3 in two pieces, the others whole; then one decode step of all rows.
     for spans in ([(0, 0, 1), (3, 0, 6)], [(1, 0, 4), (2, 0, 5), (3, 6, 11)]):
-        segments = [Segment(row, first, np.zeros(stop - first)) for row, first, stop in spans]
-        check(spans, run(spans, segments))
-    spans = [(row, n, n + 1) for row, n in enumerate(lengths)]
-    check(spans, run(spans, None))
+        check(spans, [Segment(row, first, np.zeros(stop - first)) for row, first, stop in spans])
+    check([(row, n, n + 1) for row, n in enumerate(lengths)])
 
 
 def test_what_paged_attention_does_not_know_is_refused_by_name():
@@ -102,7 +87,7 @@ def test_what_paged_attention_does_not_know_is_refused_by_name():
 
 def test_a_prefill_ends_when_the_last_layer_has_stored_its_keys_and_values():
     model, ran = tiny.build(), []
-    with RolloutEngine(model, RolloutConfig(max_rows=2, page_tokens=4)) as engine:
+    with RolloutEngine(model, EngineConfig(max_rows=2, page_tokens=4)) as engine:
         for index, layer in enumerate(engine.worker.twin.base.model.layers):
             layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
         tiny.assert_on_policy(engine, model)

@@ -27,7 +27,7 @@ def seconds(lengths):
 
 def speedups(median, spread, num_ranks, num_prompts=16, num_drawings=100):
     """Over one GPU that does all ranks' rows one after the other: own rows, and shared out."""
-    rng, found = np.random.default_rng(0), []
+    rng, ratios = np.random.default_rng(0), []
     for _ in range(num_drawings):
         medians = median * np.exp(rng.normal(0, 0.7, num_ranks * num_prompts))
         before, lengths = drawn(rng, medians, spread), drawn(rng, medians, spread)
@@ -40,8 +40,8 @@ def speedups(median, spread, num_ranks, num_prompts=16, num_drawings=100):
             seconds(lengths[[g.first for g in part]]) if part else 0
             for part in deal(groups, num_ranks)
         ]
-        found.append([sum(own) / max(own), sum(own) / max(dealt)])
-    return np.mean(found, axis=0)
+        ratios.append([sum(own) / max(own), sum(own) / max(dealt)])
+    return np.mean(ratios, axis=0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])

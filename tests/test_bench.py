@@ -15,7 +15,6 @@ from rollout import ConfigError
 from rollout.telemetry import timeline
 from rollout.tools import bench, workload
 from rollout.tools import parity as difference
-from rollout.tools.trace import tracing
 
 
 def test_every_mode_is_timed_on_the_same_rows_and_written_down(tmp_path):
@@ -66,9 +65,9 @@ def test_rows_of_a_workload_end_where_it_says():
     with bench.engine_run(work, num_slots=2) as run:
         for lengths in (work.row_tokens, [2] * 5, [12] * 5):
             run.generate(lengths)
-            assert run.engine.stats.generated_tokens == sum(lengths)
-            with tracing(run.engine):
-                pass  # it leaves what it found
+            overruns = run.num_tokens - lengths  # a row's token in flight when it is aborted
+            assert set(overruns) <= {0, 1}
+            assert not run.engine.busy
 
 
 def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():

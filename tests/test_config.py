@@ -1,130 +1,134 @@
-"""Every knob is checked once, and every error on purpose has its place in the tree."""
+"""Knobs are checked once, by name and value, and every error has its place in the tree."""
 
 import copy
 import inspect
+import math
 import pickle
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
 import pytest
 
-from rollout import errors
-from rollout.config import RolloutConfig
-from rollout.errors import ConfigError, RequestError, RolloutError, reject_unknown
+from rollout import EngineConfig, RequestError, RolloutError, SamplingParams, errors
+from rollout.errors import ConfigError, refuse_unknown
+from trainers import RolloutConfig
 
-NAN = float("nan")
-COUNTS = [
-    "max_rows",
-    "max_row_tokens",
-    "page_tokens",
-    "kv_bytes",
-    "prefill_tokens",
-    "train_reserve_bytes",
-]
-BAD_COUNTS = [0, -1, 1.0, NAN, float("inf"), "8", True, False, (8,)]
-
-
-def test_defaults():
-    config = RolloutConfig()
-    assert config.num_slots == 2
-    assert config.max_row_tokens is config.kv_bytes is None
-    assert not config.progress_bar
+FIVE = {"max_new_tokens": 5}
+LIMITS = ("max_row_tokens", "kv_bytes", "train_reserve_bytes")
+COUNTS = ("max_rows", "page_tokens", "prefill_tokens", *LIMITS)
+BAD_COUNTS = [0, -1, 1.0, math.nan, "8", True, (8,)]
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_count_of_one_is_enough(name):
-    assert getattr(RolloutConfig(**{name: 1}), name) == 1
-
-
-@pytest.mark.parametrize("value", BAD_COUNTS, ids=repr)
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_bad_count_is_named_with_its_knob(name, value):
-    with pytest.raises(ConfigError) as caught:
-        RolloutConfig(**{name: value})
-    assert str(caught.value) == f"{name}={value!r}: it must be a whole number of at least 1"
-
-
-@pytest.mark.parametrize("value", [-1, 1.0, NAN, "8", True])
-def test_host_memory_may_be_none_at_all(value):
-    assert [RolloutConfig(offload_bytes=n).offload_bytes for n in (None, 0, 8)] == [None, 0, 8]
-    with pytest.raises(ConfigError) as caught:
-        RolloutConfig(offload_bytes=value)
-    assert str(caught.value) == f"offload_bytes={value!r}: it must be a whole number of at least 0"
-
-
-@pytest.mark.parametrize("name", ["max_rows", "page_tokens", "prefill_tokens"])
-def test_only_limits_may_be_none(name):
-    with pytest.raises(ConfigError, match=f"^{name}=None: "):
-        RolloutConfig(**{name: None})
-
-
-@pytest.mark.parametrize("value", [0, -0.1, 1.01, NAN, float("inf")])
-def test_a_share_is_above_0_and_at_most_1(value):
-    with pytest.raises(ConfigError) as caught:
-        RolloutConfig(kv_fraction=value)
-    assert str(caught.value) == f"kv_fraction={value!r}: it must be above 0 and at most 1"
-    assert [RolloutConfig(kv_fraction=share).kv_fraction for share in (0.01, 1)] == [0.01, 1]
-
-
-def test_the_share_depends_on_who_else_needs_the_memory():
-    assert RolloutConfig().kv_share == 0.9
-    assert RolloutConfig(kv_keep="always").kv_share == 0.6
-    assert RolloutConfig(kv_keep="always", train_reserve_bytes=1).kv_share == 0.9
-    assert RolloutConfig(kv_keep="always", kv_fraction=0.3).kv_share == 0.3
-
-
-@pytest.mark.parametrize("value", ["never", None, True])
-def test_pages_are_kept_for_a_rollout_or_always(value):
-    with pytest.raises(ConfigError, match=f"^kv_keep={value!r}: it must be 'rollout' or 'always'"):
-        RolloutConfig(kv_keep=value)
-
-
-@pytest.mark.parametrize("value", [0, 3, -1, NAN, "2", None])
-def test_slots_are_one_or_two(value):
-    with pytest.raises(ConfigError, match=f"^num_slots={value!r}"):
-        RolloutConfig(num_slots=value)
-    assert [RolloutConfig(num_slots=n).num_slots for n in (1, 2)] == [1, 2]
+def test_a_count_is_an_integer_from_1(name):
+    assert getattr(EngineConfig(**{name: 1}), name) == 1
+    for value in BAD_COUNTS if name in LIMITS else [*BAD_COUNTS, None]:
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig(**{name: value})
+        assert str(caught.value) == f"{name}={value!r}: it must be a whole number of at least 1"
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
+    ("knobs", "message"),
     [
-        ("max_row", r"did you mean 'max_rows'\?"),
-        ("num_slot", r"did you mean 'num_slots'\?"),
-        ("page_size", r"did you mean 'page_tokens'\?"),
-        ("prefil_tokens", r"did you mean 'prefill_tokens'\?"),
-        ("KV_bytes", r"did you mean 'kv_bytes'\?"),
-        ("qqq", "it has .*kv_bytes, .*max_row_tokens, max_rows, .*train_reserve_bytes"),
+        ({"offload_bytes": -1}, "offload_bytes=-1: it must be a whole number of at least 0"),
+        ({"offload_bytes": True}, "offload_bytes=True: it must be a whole number of at least 0"),
+        ({"num_slots": 3}, "num_slots=3: 2 overlaps host and device, 1 does not"),
+        ({"num_slots": 2.0}, r"num_slots=2\.0: it must be a whole number"),
+        ({"kv_fraction": 0}, "kv_fraction=0: it must be above 0 and at most 1"),
+        ({"kv_fraction": 1.01}, r"kv_fraction=1\.01: it must be above 0"),
+        ({"kv_fraction": math.nan}, "kv_fraction=nan: it must be above 0"),
+        ({"kv_fraction": "x"}, "kv_fraction='x': it must be above 0"),
+        ({"kv_keep": "never"}, "kv_keep='never': it must be 'rollout' or 'always'"),
+        ({"on_policy": None}, "on_policy=None: it must be 'close' or 'exact'"),
+        ({"compile_layers": 1}, "compile_layers=1: it must be True, False or None"),
+        ({"fuse_projections": "yes"}, "fuse_projections='yes': it must be True or False"),
+        ({"entropies": 1}, "entropies=1: it must be True or False"),
+        ({"kept_mass": None}, "kept_mass=None: it must be True or False"),
+        ({"balance_ranks": "yes"}, "balance_ranks='yes': it must be True or False"),
     ],
 )
-def test_an_unknown_name_gets_the_right_one(name, hint):
-    with pytest.raises(ConfigError, match=f"^RolloutConfig has no '{name}'; {hint}$"):
-        RolloutConfig(**{"max_rows": 4, name: 8})
+def test_a_value_that_cannot_work_is_named_with_its_knob(knobs, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        RolloutConfig(**knobs)
 
 
-def test_frozen_and_equal_by_value():
-    config = RolloutConfig(max_rows=3, kv_bytes=1 << 30)
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": math.nan}, "max_new_tokens=nan"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({**FIVE, "temperature": -0.1}, "temperature=-0.1"),
+        ({**FIVE, "temperature": math.nan}, "temperature=nan"),
+        ({**FIVE, "temperature": 1e-42}, "temperature=1e-42"),
+        ({**FIVE, "temperature": "hot"}, "temperature='hot'"),
+        ({**FIVE, "temperature": 10**400}, "temperature=1000"),
+        ({**FIVE, "eos_token_ids": None}, "eos_token_ids=None"),
+        ({**FIVE, "eos_token_ids": (1.5,)}, "a token of eos_token_ids=1.5"),
+        ({**FIVE, "eos_token_ids": (-1,)}, "a token of eos_token_ids=-1"),
+        ({**FIVE, "stop_strings": ["a"]}, r"stop_strings=\['a'\]: it must be a StopStrings"),
+    ],
+)
+def test_sampling_that_cannot_work_is_named(knobs, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**knobs)
+
+
+def test_the_share_depends_on_who_else_needs_the_memory():
+    assert EngineConfig().kv_share == 0.9
+    assert EngineConfig(kv_keep="always").kv_share == 0.6
+    assert EngineConfig(kv_keep="always", train_reserve_bytes=1).kv_share == 0.9
+    assert EngineConfig(kv_keep="always", kv_fraction=0.3).kv_share == 0.3
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "name", "hint"),
+    [
+        (EngineConfig, ConfigError, "max_row", r"did you mean 'max_rows'\?"),
+        (EngineConfig, ConfigError, "page_size", r"did you mean 'page_tokens'\?"),
+        (EngineConfig, ConfigError, "KV_bytes", r"did you mean 'kv_bytes'\?"),
+        (EngineConfig, ConfigError, "qqq", "it has .*kv_bytes, .*max_rows, .*train_reserve_bytes"),
+        (EngineConfig, ConfigError, "trace", "it has compile_layers, .*"),
+        (RolloutConfig, ConfigError, "max_row", r"did you mean 'max_rows'\?"),
+        (RolloutConfig, ConfigError, "traces", r"did you mean 'trace'\?"),
+        (SamplingParams, RequestError, "top_q", r"did you mean 'top_p'\?"),
+    ],
+)
+def test_an_unknown_name_gets_the_right_one(kind, error, name, hint):
+    with pytest.raises(error, match=f"^{kind.__name__} has no '{name}'; {hint}$"):
+        kind(**{name: 8})
+
+
+@pytest.mark.parametrize(
+    ("value", "changes"),
+    [
+        (EngineConfig(max_rows=3, kv_bytes=1 << 30), {"max_rows": 0}),
+        (RolloutConfig(max_rows=3, trace="last"), {"trace": "on"}),
+        (SamplingParams(max_new_tokens=3, top_k=2), {"max_new_tokens": 0}),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_frozen_equal_by_value_and_checked_again_when_replaced(value, changes):
     with pytest.raises(FrozenInstanceError):
-        config.max_rows = 4
-    assert config == RolloutConfig(kv_bytes=1 << 30, max_rows=3)
-    assert hash(config) == hash(copy.copy(config))
-    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+        value.max_rows = 4
+    assert hash(value) == hash(copy.copy(value))
+    assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == replace(value) == value
+    with pytest.raises(RolloutError, match=r"=.*: it must be"):
+        replace(value, **changes)
 
 
-def test_replace_checks_again():
-    config = RolloutConfig(max_rows=3)
-    assert replace(config, num_slots=1).max_rows == 3
-    with pytest.raises(ConfigError, match="max_rows=0"):
-        replace(config, max_rows=0)
+def test_the_names_of_a_dataclass_stay_visible_and_are_inherited():
+    @refuse_unknown(RequestError)
+    @dataclass(frozen=True)
+    class Mine(RolloutConfig):
+        mine: int = 3
 
-
-def test_every_knob_is_explained():
-    source = inspect.getsource(RolloutConfig)
-    for field in fields(RolloutConfig):
-        _, _, rest = source.partition(f"\n    {field.name}: ")
-        assert rest.splitlines()[1].strip().startswith('"""'), f"{field.name} has no docstring"
-
-
-# --- errors
+    assert {field.name for field in fields(RolloutConfig)} < set(inspect.signature(Mine).parameters)
+    assert Mine(5, max_rows=4).mine == 5
+    with pytest.raises(RequestError, match=r"Mine has no 'mime'; did you mean 'mine'\?"):
+        Mine(mime=3)
+    with pytest.raises(TypeError, match="positional"):
+        RolloutConfig(8)
 
 
 def test_the_tree_in_the_docstring_is_the_tree():
@@ -135,27 +139,6 @@ def test_the_tree_in_the_docstring_is_the_tree():
     assert {*drawn, "RolloutError"} == set(classes)
     depth = {name: 1 + 4 * (classes[name].__mro__.index(RolloutError) - 1) for name in drawn}
     assert drawn == depth
-
-
-@pytest.mark.parametrize(
-    ("error", "builtin"),
-    [
-        (errors.ConfigError, ValueError),
-        (errors.RequestError, ValueError),
-        (errors.OutOfMemory, MemoryError),
-        (errors.UnsupportedModel, NotImplementedError),
-        (errors.UnsupportedTrainer, NotImplementedError),
-    ],
-)
-def test_an_error_is_also_the_builtin_that_callers_know(error, builtin):
-    assert issubclass(error, builtin)
-    assert issubclass(error, RolloutError)
-
-
-def test_unknown_names_raise_the_error_asked_for():
-    reject_unknown(ConfigError, "Owner", [], [])
-    reject_unknown(ConfigError, "Owner", iter(["rows"]), iter(["rows", "pages"]))
-    with pytest.raises(RequestError, match=r"^Owner has no 'row'; did you mean 'rows'\?$"):
-        reject_unknown(RequestError, "Owner", ["pages", "row", "page"], iter(["rows", "pages"]))
-    with pytest.raises(ConfigError, match=r"^Owner has no 'x'; it has pages, rows$"):
-        reject_unknown(ConfigError, "Owner", ["x"], ["rows", "pages"])
+    for line in lines:  # an error is also the builtin that callers know
+        if builtin := line[1].partition("(")[2].partition(")")[0]:
+            assert builtin in [base.__name__ for base in classes[line[1].split()[0]].__mro__]

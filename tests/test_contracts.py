@@ -174,11 +174,6 @@ def test_examples_in_docstrings_are_true(path):
     assert doctest.testmod(importlib.import_module(module_of(path))).failed == 0
 
 
-def test_every_package_is_shipped():
-    packages = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in SOURCES}
-    assert sorted(packages) == sorted(PYPROJECT["tool"]["setuptools"]["packages"])
-
-
 def test_version_is_the_changelogs():
     changelog = (ROOT / ".github" / "CHANGELOG.md").read_text(encoding="utf-8")
     assert PYPROJECT["project"]["version"] == newest_version(changelog)
@@ -220,6 +215,60 @@ def test_room_says_what_it_is_for_and_exports_nothing(path):
     docstring = ast.get_docstring(ast.Module(body, []))
     assert docstring
     assert "\n" not in docstring
+
+
+# --- the field's names
+
+PRIVATE = {"held", "narrow", "life", "marks", "how", "found"}
+ALONE = {"keep", "words", "few_rows", "block_table"}
+SOFTMAX = {"peak", "peaks", "total", "totals", "mixed", "fade", "fades"}  # m, l, acc, alpha
+OTHERS = {"mixed_precision", "PackageNotFoundError"}  # accelerate's and Python's
+
+
+def identifiers(source: str) -> set[str]:
+    named = {
+        ast.FunctionDef: "name",
+        ast.ClassDef: "name",
+        ast.arg: "arg",
+        ast.keyword: "arg",
+        ast.Name: "id",
+        ast.Attribute: "attr",
+    }
+    nodes = ast.walk(ast.parse(source))
+    found = {getattr(node, named[type(node)]) for node in nodes if type(node) in named}
+    return found - {None} - OTHERS
+
+
+def private_names(source: str, *, is_kernel: bool) -> list[str]:
+    """Identifiers in a dialect of our own, where the field has a word."""
+
+    def is_private(name: str) -> bool:
+        parts = set(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_"))
+        alone = name.strip("_").lower()
+        return bool(parts & PRIVATE or alone in ALONE or (is_kernel and parts & SOFTMAX))
+
+    return sorted(filter(is_private, identifiers(source)))
+
+
+@each(SOURCES)
+def test_names_are_the_fields(path):
+    is_kernel = path.parent.name == "kernels"
+    assert not private_names(path.read_text(encoding="utf-8"), is_kernel=is_kernel)
+    assert path.stem not in PRIVATE | ALONE
+
+
+def test_private_names_are_found():
+    source = "def keep(held_pages): howto = HeldBack(found=peak)"
+    assert private_names(source, is_kernel=False) == ["HeldBack", "found", "held_pages", "keep"]
+    assert "peak" in private_names(source, is_kernel=True)
+
+
+@each(SOURCES)
+def test_no_class_is_changed_under_an_object(path):
+    assert not re.search(r"__class__\s*=[^=]", path.read_text(encoding="utf-8"))
+
+
+# --- documents
 
 
 @each([ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CHANGELOG.md"])

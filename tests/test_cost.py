@@ -81,8 +81,7 @@ def test_peaks_are_found_by_whole_names(name, peak):
 
 def engine_on(device):
     cost = Cost(weight_bytes=1000, kv_token_bytes=10, token_operations=7, context_operations=3)
-    worker = SimpleNamespace(device=torch.device(device), cost=lambda: cost)
-    return SimpleNamespace(worker=worker)
+    return SimpleNamespace(device=torch.device(device), cost=lambda: cost)
 
 
 STATS = SimpleNamespace(
@@ -90,7 +89,7 @@ STATS = SimpleNamespace(
     duration_s=2.0,
     prefilled_tokens=2,
     attended_tokens=3,
-    attribution=SimpleNamespace(busy_s=1.5),
+    shares=SimpleNamespace(busy_s=1.5),
 )
 PROMPTS, LENGTHS = [[1, 2, 3], [1, 2, 3], [9]], [2, 3, 1]
 
@@ -134,7 +133,7 @@ def test_weights_cost_what_they_do_in_the_rollout(monkeypatch):
     watch = Utilisation(engine)
     before = watch.metrics(STATS, PROMPTS, LENGTHS)["rollout/mbu"]
     half = Cost(weight_bytes=500, kv_token_bytes=5, token_operations=7, context_operations=3)
-    engine.worker.cost = lambda: half
+    engine.cost = lambda: half
     assert watch.metrics(STATS, PROMPTS, LENGTHS)["rollout/mbu"] == pytest.approx(before / 2)
 
 

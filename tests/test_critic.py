@@ -81,8 +81,8 @@ def test_padding_and_company_change_no_value():
     wanted = values(critic, ids)
     wide = torch.nn.functional.pad(ids, (3, 2), value=0)
     attention = torch.nn.functional.pad(torch.ones_like(ids), (3, 2))
-    found = critic.values(wide, attention, TOKENS + 2)[:, : TOKENS + 1]
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    padded = critic.values(wide, attention, TOKENS + 2)[:, : TOKENS + 1]
+    torch.testing.assert_close(padded, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(values(critic, ids[2:3]), wanted[2:3], atol=1e-5, rtol=1e-5)
 
 
@@ -97,15 +97,15 @@ def test_losses_worked_out_by_hand(clip, wanted, clipped):
 
 
 def test_micro_batches_of_any_size_make_the_same_update():
-    found = []
+    updates = []
     for rows in (1, 4, ROWS):
         torch.manual_seed(0)
         critic = build(settings=CriticSettings(learning_rate=1e-3, micro_batch_rows=rows))
         logged = critic.learn(batch())
-        found.append((parameters(critic), logged))
-    for weights, logged in found[1:]:
-        torch.testing.assert_close(weights, found[0][0], atol=1e-5, rtol=1e-5)
-        assert logged == pytest.approx(found[0][1], rel=1e-4)
+        updates.append((parameters(critic), logged))
+    for weights, logged in updates[1:]:
+        torch.testing.assert_close(weights, updates[0][0], atol=1e-5, rtol=1e-5)
+        assert logged == pytest.approx(updates[0][1], rel=1e-4)
 
 
 def test_the_loss_is_the_mean_over_all_trainable_tokens():
@@ -175,11 +175,11 @@ def test_gradients_are_clipped():
 def test_the_learning_rate_goes_on_from_rollout_to_rollout(kind, wanted):
     """Not from update to update, of which a rollout has two here."""
     settings = CriticSettings(learning_rate=1e-3, lr_scheduler_type=kind, epochs=2)
-    critic, found = build(settings=settings), []
+    critic, schedules = build(settings=settings), []
     for _ in range(2):  # a second training begins anew
         critic.schedule(len(wanted))
-        found.append([critic.learn(batch())["value/lr"] for _ in wanted])
-    for rates in found:
+        schedules.append([critic.learn(batch())["value/lr"] for _ in wanted])
+    for rates in schedules:
         assert rates == pytest.approx([1e-3 * share for share in wanted], rel=1e-5)
 
 

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 import tiny
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout import engine as engine_module
 from rollout.telemetry.gpu_counters import (
     GPM_SHARES,
@@ -165,7 +165,7 @@ def test_a_rollout_is_measured_from_its_first_row_to_its_last(monkeypatch):
             return {"gpu_sm_active": 0.5}
 
     monkeypatch.setattr(engine_module, "open_meter", lambda uuid: Counting())
-    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=2, page_tokens=4)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(max_rows=2, page_tokens=4)) as engine:
         for _ in range(2):
             engine.generate(tiny.prompts(5), SamplingParams(max_new_tokens=3))
             assert calls == ["begin", "end"]
@@ -180,7 +180,7 @@ def test_a_rollout_that_leaves_no_row_is_measured_no_further(monkeypatch):
     """A thread would go on reading."""
     meter = UtilisationMeter(FakeNvml(), "GPU-1", period_s=0.001)
     monkeypatch.setattr(engine_module, "open_meter", lambda uuid: meter)
-    config = RolloutConfig(max_rows=2, page_tokens=4, num_slots=1)
+    config = EngineConfig(max_rows=2, page_tokens=4, num_slots=1)
     with RolloutEngine(tiny.build(), config) as engine:
         row = engine.submit([9, 10], SamplingParams(max_new_tokens=3))
         engine.step()

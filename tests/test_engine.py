@@ -1,6 +1,7 @@
 """The engine against `model.generate` and a full forward, and against itself."""
 
 import random
+from contextlib import closing
 
 import fakes
 import numpy as np
@@ -9,13 +10,13 @@ import tiny
 import torch
 
 import rollout.runner.worker
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 
 SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 11}
 
 
 def engine_for(model, **changes):
-    return RolloutEngine(model, RolloutConfig(**{**SMALL, **changes}))
+    return RolloutEngine(model, EngineConfig(**{**SMALL, **changes}))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -246,18 +247,13 @@ def test_graphs_are_prepared_for_all_rows_at_hand_whenever_memory_or_rows_change
             engine.step()
 
 
-def test_an_interrupt_between_two_steps_leaves_a_usable_engine(monkeypatch, wanted):
+def test_an_interrupt_between_two_steps_leaves_a_usable_engine(wanted):
     work = workload()
-
-    class Interrupted(rollout.engine.tqdm):
-        def update(self, n=1):
-            raise KeyboardInterrupt
-
     with fakes.with_history_model(engine_for(tiny.build())) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(rollout.engine, "tqdm", Interrupted)
+        with closing(engine.stream(*work)) as stream:
+            next(stream)
             with pytest.raises(KeyboardInterrupt):
-                engine.generate(*work)
+                stream.throw(KeyboardInterrupt)
         assert not engine.busy
         assert [(c.token_ids, c.logprobs) for c in engine.generate(*work)] == wanted[0]
 
@@ -326,12 +322,6 @@ def test_logits_that_are_not_numbers_are_an_error_not_a_completion():
         with torch.no_grad():
             model.lm_head.weight.copy_(healthy)
         assert len(engine.generate([[9]], SamplingParams(max_new_tokens=5))) == 1
-
-
-def test_progress_bar_counts_rows(capsys):
-    with engine_for(tiny.build(), progress_bar=True) as engine:
-        engine.generate(tiny.prompts(6), SamplingParams(max_new_tokens=3))
-    assert "6/6" in capsys.readouterr().err
 
 
 def test_stats_count_what_was_done():

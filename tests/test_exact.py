@@ -1,6 +1,7 @@
 """Exact mode under a stock trainer: what it changes, what it promises, what it takes back."""
 
 import copy
+import functools
 import logging
 from dataclasses import replace
 from itertools import product
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from rollout import (
     ConfigError,
-    RolloutConfig,
+    EngineConfig,
     RolloutEngine,
     SamplingParams,
     UnsupportedModel,
@@ -101,6 +102,28 @@ def test_positions_count_from_a_rows_first_real_token():
     undo()
 
 
+def test_batch_invariant_layers_of_the_trainer_learn_alike_and_leave_no_trace():
+    model, gradients = tiny.build("qwen2"), []
+    ids = torch.randint(8, tiny.VOCAB, (2, 9))
+    patched = model.model.layers[0].mlp.down_proj
+    patched.forward = own = functools.partial(type(patched).forward, patched)
+    for shapes in ({}, dict.fromkeys([(24, 48), (48, 48), (48, 64)], 10)):
+        undo = prepare_trainer(model, shapes)
+        forwards = [vars(each)["forward"] for each in model.modules() if "forward" in vars(each)]
+        assert len(forwards) == (15 if shapes else 1)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        with RolloutEngine(model, trl_trainer.ENGINE) as engine:
+            tiny.assert_on_policy(engine, model)
+        undo()
+        assert [each for each in model.modules() if "forward" in vars(each)] == [patched]
+        assert patched.forward is own
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0.02, atol=2e-3)
+
+
 def test_layers_with_configs_of_their_own_attend_by_the_kernel_too():
     model = tiny.build()
     model.model.layers[1] = copy.deepcopy(model.model.layers[1])
@@ -148,7 +171,7 @@ def test_embeddings_that_are_resized_later_are_refused():
 
 def test_other_words_are_refused():
     with pytest.raises(ConfigError, match="on_policy='near': it must be 'close' or 'exact'"):
-        RolloutConfig(on_policy="near")
+        EngineConfig(on_policy="near")
 
 
 def test_experts_in_float32_are_refused():
@@ -160,7 +183,7 @@ def test_a_router_whose_product_is_split_is_refused(monkeypatch):
     model = tiny.build("qwen3_moe").bfloat16()
     batch_invariant_shapes(Twin(model).base)
     monkeypatch.setattr(
-        "rollout.exact.setup._most_rows", lambda shape, *_: 600 if shape[0] == 4 else None
+        "rollout.exact.setup._library_rows", lambda shape, *_: 600 if shape[0] == 4 else None
     )
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate chooses among 4 experts"):
         batch_invariant_shapes(Twin(model).base)
@@ -207,7 +230,7 @@ def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autoca
     sizes |= {"num_experts": 32, "moe_intermediate_size": 128} if family == "qwen3_moe" else {}
     dtype = torch.bfloat16 if autocast is None else torch.float32
     model = tiny.build(family, **sizes).to("cuda", dtype)
-    config = RolloutConfig(page_tokens=16, prefill_tokens=500)
+    config = EngineConfig(page_tokens=16, prefill_tokens=500)
     found = differences(model, config, num_tokens=200, autocast_dtype=autocast, compiled=compiled)
     assert [difference for difference in found if difference.rows] == []
     assert len(found) >= (3 if compiled else 30)

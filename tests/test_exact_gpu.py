@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.exact.setup import prepare_trainer
 from rollout.runner.sampling import sample
 from rollout.support import base_of
@@ -108,11 +108,11 @@ def test_every_token_is_drawn_again_from_the_trainers_forward(name):
     prompts = ragged_prompts(base.config.vocab_size, case.rows, case.group)
     sampling = SamplingParams(max_new_tokens=case.new_tokens, temperature=0.9)
     knobs = {"max_rows": case.rows, "max_row_tokens": 4200, "on_policy": "exact", **case.knobs}
-    with RolloutEngine(model, RolloutConfig(**knobs), autocast_dtype=autocast) as engine:
+    with RolloutEngine(model, EngineConfig(**knobs), autocast_dtype=autocast) as engine:
         completions = engine.generate(prompts, sampling)
         assert (engine.stats.preemptions > 0) == name.startswith("preempted")
         assert engine.worker.graphs.num_eager == 0
-        undo = prepare_trainer(model, engine.worker.narrow)
+        undo = prepare_trainer(model, engine.worker.invariant_shapes)
     ids, mask, before = batch_of(prompts, completions)
     with torch.no_grad(), torch.autocast("cuda", autocast, enabled=autocast is not None):
         states = base.model(ids, attention_mask=mask, use_cache=False).last_hidden_state

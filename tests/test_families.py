@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.support import check_model
 
-ENGINE = RolloutConfig(max_rows=3, page_tokens=4, prefill_tokens=7)
+ENGINE = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=7)
 SAMPLING = [SamplingParams(max_new_tokens=9, temperature=t) for t in (1.0, 0.7, 2.0, 1.3)]
 MOST_PARAMETERS = 30_000_000
 

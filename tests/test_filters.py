@@ -15,10 +15,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rollout import RequestError, RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RequestError, RolloutEngine, SamplingParams
 from rollout.kernels.penalties import penalise
 from rollout.kernels.philox import gumbel
-from rollout.kernels.top_k_top_p import keep
+from rollout.kernels.top_k_top_p import top_k_top_p
 from rollout.runner.sampling import kept_mass, sample, sample_among
 from rollout.sampling_params import Draw
 from rollout.scheduler.token_flags import COUNT_UNIT, EOS, SEEN, SUPPRESSED
@@ -89,7 +89,7 @@ def test_what_is_kept_is_what_transformers_keeps(asked, temperature):
     wanted = logits
     for warper in warpers(sampling, 0):
         wanted = warper(None, wanted)
-    found = keep(
+    found = top_k_top_p(
         logits / temperature,
         column(sampling.top_k, torch.int64),
         column(sampling.top_p),
@@ -102,19 +102,21 @@ def test_each_row_is_filtered_as_it_asks():
     logits = random_logits()
     top_k = torch.arange(ROWS) % 5
     top_p, min_p = torch.linspace(0.2, 1.0, ROWS), torch.linspace(0.0, 0.1, ROWS)
-    found = keep(logits, top_k, top_p, min_p)
+    found = top_k_top_p(logits, top_k, top_p, min_p)
     for row in range(ROWS):
         mine = slice(row, row + 1)
-        assert torch.equal(found[mine], keep(logits[mine], top_k[mine], top_p[mine], min_p[mine]))
+        assert torch.equal(
+            found[mine], top_k_top_p(logits[mine], top_k[mine], top_p[mine], min_p[mine])
+        )
 
 
 def test_nothing_asked_keeps_every_token_and_some_ties_are_kept_together():
     everything = column(0, torch.int64), column(1.0), column(0.0)
     spiked = torch.full((ROWS, VOCAB), -100.0)  # a sum of these would round to 1 too early
     spiked[:, 3] = 0.0
-    assert keep(spiked, *everything).all()
+    assert top_k_top_p(spiked, *everything).all()
     spiked[:, [5, 9, 11]] = -1.0
-    found = keep(spiked, column(2, torch.int64), column(1.0), column(0.0))
+    found = top_k_top_p(spiked, column(2, torch.int64), column(1.0), column(0.0))
     assert found[0].nonzero().flatten().tolist() == [3, 5, 9, 11]
 
 
@@ -166,7 +168,9 @@ def test_draws_follow_the_kept_ones_and_scores_the_whole_vocabulary():
     torch.manual_seed(0)
     rows, vocab = 40_000, 13
     logits = torch.randn(1, vocab).expand(rows, vocab)
-    kept = keep(logits / 0.7, torch.full((rows,), 6), torch.full((rows,), 0.8), torch.zeros(rows))
+    kept = top_k_top_p(
+        logits / 0.7, torch.full((rows,), 6), torch.full((rows,), 0.8), torch.zeros(rows)
+    )
     among = logits.masked_fill(~kept, -torch.inf)
     temperature = torch.full((rows,), 0.7)
     tokens, scores = sample_among(logits, among, temperature, *keys(rows))
@@ -183,7 +187,7 @@ def test_logits_that_are_no_numbers_stay_seen():
     logits = random_logits()
     logits[3, 5] = torch.nan
     nothing = column(5, torch.int64), column(0.9), column(0.0)
-    among = logits.masked_fill(~keep(logits, *nothing), -torch.inf)
+    among = logits.masked_fill(~top_k_top_p(logits, *nothing), -torch.inf)
     _, scores = sample_among(logits, among, column(1.0), *keys())
     assert scores.isfinite().all(1).tolist() == [row != 3 for row in range(ROWS)]
 
@@ -230,7 +234,7 @@ def params(asked, max_new_tokens=20):
 def test_rows_of_every_kind_together_are_those_of_transformers(num_slots):
     model, prompts = tiny.build(), tiny.prompts(len(ASKED) * 2, seed=4)
     sampling = [params(asked) for asked in ASKED] * 2
-    config = RolloutConfig(**SMALL, num_slots=num_slots, kept_mass=True, entropies=True)
+    config = EngineConfig(**SMALL, num_slots=num_slots, kept_mass=True, entropies=True)
     with RolloutEngine(model, config) as engine:
         completions = engine.generate(prompts, sampling)
     means = []
@@ -251,7 +255,7 @@ def test_rows_of_every_kind_together_are_those_of_transformers(num_slots):
 
 
 def test_a_top_k_beyond_any_vocabulary_keeps_all():
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         found = [
             engine.generate([[9, 10]] * 2, params({"top_k": k, "top_p": 0.9}))
             for k in (0, 2**63 - 1, 10**400)
@@ -268,7 +272,7 @@ def test_penalties_of_counts_reach_the_device():
         for name, weight in model.named_parameters():
             if name.endswith(("lm_head.weight", "embed_tokens.weight")):
                 weight.mul_(0.02)  # so that logits differ by less than the penalty
-    with RolloutEngine(model, RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(model, EngineConfig(**SMALL)) as engine:
         (completion,) = engine.generate([[9, 10]], how)
     assert len(set(completion.token_ids)) == 40
 
@@ -278,7 +282,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened():
     asked = [{"repetition_penalty": 1.3, "frequency_penalty": 0.4}, {"top_k": 5}, *ASKED[5:]]
     sampling = [params(asked[i % len(asked)] | {"eos_token_ids": ()}, 30 + i) for i in range(8)]
     sampling[3] = params({"min_new_tokens": 31, "eos_token_ids": tuple(range(0, 60, 3))}, 33)
-    roomy = RolloutConfig(**fakes.ROOM)
+    roomy = EngineConfig(**fakes.ROOM)
     with fakes.with_history_model(RolloutEngine(tiny.build(), roomy)) as engine:
         wanted = engine.generate(prompts, sampling)
         assert engine.stats.preemptions == 0
@@ -294,7 +298,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened():
 def test_a_lane_forgets_the_flags_of_the_row_before():
     prompts, plain = tiny.prompts(6, seed=5), params({"eos_token_ids": ()})
     suppressed = params({"suppress_tokens": tuple(range(2, tiny.VOCAB, 2))})
-    config = RolloutConfig(max_rows=2, page_tokens=4)
+    config = EngineConfig(max_rows=2, page_tokens=4)
     with fakes.with_history_model(RolloutEngine(tiny.build(), config)) as engine:
         wanted = engine.generate(prompts, plain)
         assert engine.worker.lanes.filters is None
@@ -317,7 +321,7 @@ def test_a_lane_forgets_the_flags_of_the_row_before():
     ids=str,
 )
 def test_tokens_that_cannot_be_suppressed_are_named(asked, message):
-    with RolloutEngine(tiny.build(), RolloutConfig(**SMALL)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         with pytest.raises(RequestError, match=message):
             engine.generate([[9]], params(asked))
         engine.generate([[9]], params({"eos_token_ids": (99,)}))  # never drawn, and no harm

@@ -9,18 +9,17 @@ import trl_trainer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.exact.linear import NarrowLinear, make_narrow, make_plain
-from rollout.model.projections import fuse, lay_together
+from rollout import EngineConfig, RolloutEngine, SamplingParams
+from rollout.model.projections import groups_of, lay_together
 
-FUSED = RolloutConfig(max_rows=4, page_tokens=4, fuse_projections=True)
+FUSED = EngineConfig(max_rows=4, page_tokens=4, fuse_projections=True)
 SIX = SamplingParams(max_new_tokens=6)
 
 
 def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
     model = tiny.build("qwen2")  # q, k and v have biases
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
-    assert lay_together(model) == 2 * 3
+    assert lay_together(groups_of(model)) == 2 * 3
     for name, parameter in model.named_parameters():
         assert id(parameter) == before[name][0]
         assert torch.equal(parameter, before[name][1])
@@ -32,7 +31,7 @@ def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
 
 def test_checkpoints_are_what_they_were(tmp_path):
     model, plain = tiny.build(), tiny.build()
-    lay_together(model)
+    lay_together(groups_of(model))
     model.save_pretrained(tmp_path / "fused")
     plain.save_pretrained(tmp_path / "plain")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fused").state_dict()
@@ -109,16 +108,15 @@ def test_cast_weights_lie_together_unasked():
 
 def test_nothing_is_fused_unless_asked():
     model = tiny.build()
-    with RolloutEngine(model, RolloutConfig(max_rows=4, page_tokens=4)) as engine:
+    with RolloutEngine(model, EngineConfig(max_rows=4, page_tokens=4)) as engine:
         assert engine.worker.twin.num_fused == 0
-    assert fuse(model) == 0
 
 
 def test_training_ends_in_the_same_weights(tmp_path):
     results = []
     for fused in (False, True):
         trainer = trl_trainer.build(tmp_path / str(fused), max_steps=5)
-        config = RolloutConfig(max_rows=5, page_tokens=4, fuse_projections=fused)
+        config = trl_trainer.RolloutConfig(max_rows=5, page_tokens=4, fuse_projections=fused)
         trl_trainer.attach(trainer, config)
         trainer.train()
         assert max(trl_trainer.logged(trainer, "rollout/logp_gap")) < 1e-5
@@ -137,7 +135,7 @@ def test_narrow_products_are_the_same_products_and_outlive_a_change_of_adapters(
     shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
         groups = {(96, 48), (128, 48), (9, 48), (6, 48)}
-        engine.worker.twin.use_narrow(dict.fromkeys({*shapes, *groups}, 256))
+        engine.worker.twin.use_invariant_shapes(dict.fromkeys({*shapes, *groups}, 256))
         tiny.assert_on_policy(engine, model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -154,34 +152,12 @@ def test_narrow_products_are_the_same_products_and_outlive_a_change_of_adapters(
             tiny.assert_on_policy(engine, model)
 
 
-def test_a_trainers_narrow_layers_learn_alike_and_leave_no_trace_in_the_twin():
-    model = tiny.build("qwen2")
-    ids = torch.randint(8, tiny.VOCAB, (2, 9))
-    results = []
-    for narrow in ({}, dict.fromkeys([(24, 48), (48, 48), (48, 64)], 10)):
-        model.zero_grad()
-        make_narrow(model, narrow)
-        assert sum(type(m) is NarrowLinear for m in model.modules()) == 15 * bool(narrow)
-        with torch.autocast("cpu", torch.bfloat16):
-            model(ids, labels=ids).loss.backward()
-        results.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, gradient in results[0].items():
-        torch.testing.assert_close(results[1][name], gradient, rtol=0.02, atol=2e-3)
-    make_plain(model)
-    with RolloutEngine(model, FUSED) as engine:
-        builds = engine.worker.twin.num_builds
-        make_narrow(model, narrow)
-        tiny.assert_on_policy(engine, model)
-        assert engine.worker.twin.num_builds == builds
-        assert engine.worker.twin.num_fused == 6
-
-
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 def test_products_of_few_rows_are_ours_in_each_version_and_others_are_not(
     fused, adapters, monkeypatch
 ):
-    few_rows_triton = pytest.importorskip("rollout.kernels.skinny_linear_triton")
+    skinny_linear_triton = pytest.importorskip("rollout.kernels.skinny_linear_triton")
     rows, model = [], tiny.build("qwen2")
     if adapters:
         config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
@@ -193,7 +169,7 @@ def test_products_of_few_rows_are_ours_in_each_version_and_others_are_not(
 
     for module in ("linear", "projections"):
         monkeypatch.setattr(f"rollout.model.{module}.serves", lambda weight: True)
-    monkeypatch.setattr(few_rows_triton, "few_rows_product", product)
+    monkeypatch.setattr(skinny_linear_triton, "skinny_linear", product)
     with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
         tiny.assert_on_policy(engine, model)
         assert rows
@@ -203,7 +179,7 @@ def test_products_of_few_rows_are_ours_in_each_version_and_others_are_not(
         tiny.assert_on_policy(engine, model)
         rows.clear()
         engine.generate([list(range(9, 60))], SamplingParams(max_new_tokens=1))
-        assert max(rows) <= few_rows_triton.MOST_ROWS
+        assert max(rows) <= skinny_linear_triton.MOST_ROWS
         left = [
             name
             for name, module in engine.worker.twin.base.model.named_modules()

@@ -2,57 +2,47 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
 import torch
 import trl_trainer
-import wandb
 from accelerate import Accelerator
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from rollout import EngineClosed, RequestError, RolloutConfig, RolloutError
-from trainers import RolloutGenerator
+from rollout import EngineClosed, RequestError, RolloutError
+from trainers import RolloutConfig, RolloutGenerator
 
 
-def spy(generator):
-    """Record each call's prompts, completions and log-probabilities with the trainer's own score.
+def spy(trainer, generator):
+    """Note each call's prompts, completions, version, and largest gap to the trainer's own scores.
 
-    The score is a full forward of the trainer's model right after the rollout, before anything
+    The scores are a full forward of the trainer's model right after the rollout, before anything
     else can change its weights.
     """
     calls, generate = [], generator.generate
 
     def recording(prompts, *args, **kwargs):
         result = generate(prompts, *args, **kwargs)
-        trainer = generator._trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
-        training = model.training
+        training, gaps = model.training, []
         model.eval()
-        wanted = [
-            type(model).forward(model, torch.tensor([p + c])).logits[0, len(p) - 1 : -1]
-            for p, c in zip(prompts, result[1], strict=True)
-        ]
+        for prompt, ids, logprobs in zip(prompts, *result[1:3], strict=True):
+            scores = tiny.logprobs(model, prompt, ids, trainer.temperature)
+            gaps.append((torch.tensor(logprobs)[:, 0] - scores).abs().max().item())
         model.train(training)
-        scores = [
-            (logits.detach() / trainer.temperature)
-            .log_softmax(-1)
-            .gather(1, torch.tensor(c)[:, None])[:, 0]
-            for logits, c in zip(wanted, result[1], strict=True)
-        ]
-        logprobs = [torch.tensor([token[0] for token in row]) for row in result[2]]
-        gap = max((a - b).abs().max().item() for a, b in zip(scores, logprobs, strict=True))
         calls.append(
-            {
-                "prompts": prompts,
-                "completions": result[1],
-                "gap": gap,
-                "training": training,
-                "step": trainer.state.global_step,
-                "version": generator.engine.policy_version,
-            }
+            SimpleNamespace(
+                prompts=prompts,
+                completions=result[1],
+                gap=max(gaps),
+                training=training,
+                step=trainer.state.global_step,
+                version=generator.engine.policy_version,
+            )
         )
         return result
 
@@ -63,12 +53,12 @@ def spy(generator):
 def test_a_stock_trainer_learns_with_correction_and_metrics(tmp_path):
     trainer = trl_trainer.build(tmp_path, max_steps=4)
     generator = trl_trainer.attach(trainer)
-    calls = spy(generator)
+    calls = spy(trainer, generator)
     trainer.train()
     assert len(calls) == 4
-    assert max(call["gap"] for call in calls) < 1e-5
-    assert trl_trainer.logged(trainer, "rollout/policy_version") == [c["version"] for c in calls]
-    assert len({call["version"] for call in calls}) == 4
+    assert max(call.gap for call in calls) < 1e-5
+    assert trl_trainer.logged(trainer, "rollout/policy_version") == [c.version for c in calls]
+    assert len({call.version for call in calls}) == 4
     for name in ("rollout/generated_tok_s", "rollout/duration_s", "rollout/kv_pages_used"):
         assert all(value > 0 for value in trl_trainer.logged(trainer, name))
     assert all(1 <= value <= 5 for value in trl_trainer.logged(trainer, "rollout/rows_live"))
@@ -98,19 +88,19 @@ def test_every_rollout_runs_on_the_weights_that_the_trainer_then_has(tmp_path, d
         generator = RolloutGenerator(trl_trainer.ENGINE)
         trainer = trl_trainer.build(tmp_path, rollout_func=generator, **arguments)
     trainer.eval_dataset = trainer.eval_dataset.select(range(4))  # two batches
-    calls = spy(generator)
+    calls = spy(trainer, generator)
     trainer.train()
     trainer.args.max_steps = 6
     trainer.train()
-    assert max(call["gap"] for call in calls) < 1e-5
-    evals = [call for call in calls if not call["training"]]
+    assert max(call.gap for call in calls) < 1e-5
+    evals = [call for call in calls if not call.training]
     assert len(evals) >= 4
     assert len(trl_trainer.logged(trainer, "eval_reward")) >= 2
     assert len(trl_trainer.logged(trainer, "eval_rollout/generated_tok_s")) >= 2
     # A version never spans two optimizer steps.
     steps = {}
     for call in calls:
-        steps.setdefault(call["version"], set()).add(call["step"])
+        steps.setdefault(call.version, set()).add(call.step)
     assert all(len(of_version) == 1 for of_version in steps.values())
     assert len(steps) > 8
 
@@ -141,22 +131,6 @@ def test_other_weights_for_an_evaluation_are_not_taken_into_the_next_rollout(tmp
         assert max(trl_trainer.logged(trainer, name)) < 0.05
 
 
-def test_turns_of_one_generation_share_a_version(tmp_path):
-    trainer = trl_trainer.build(tmp_path)
-    generator = trl_trainer.attach(trainer)
-    single_turn = trainer._generate_single_turn
-
-    def two_turns(prompt_ids, *rest):
-        single_turn(prompt_ids, *rest)
-        return single_turn(prompt_ids, *rest)
-
-    trainer._generate_single_turn = two_turns
-    trainer._generate(["xyz"] * 4)
-    assert generator.engine.policy_version == 1
-    trainer._generate(["xyz"] * 4)
-    assert generator.engine.policy_version == 2
-
-
 @pytest.mark.parametrize("door", ["attach", "rollout_func"])
 @pytest.mark.parametrize("kv_keep", ["rollout", "always"])
 def test_the_memory_is_the_trainers_once_it_has_its_completions(tmp_path, door, kv_keep):
@@ -185,7 +159,7 @@ def test_the_memory_is_the_trainers_once_it_has_its_completions(tmp_path, door, 
         assert woken[0] > 0
 
 
-def test_tool_turns_of_one_generation_keep_their_pages(tmp_path):
+def test_turns_of_one_generation_share_a_version_and_its_pages(tmp_path):
     trainer = trl_trainer.build(tmp_path)
     generator = trl_trainer.attach(trainer)
     single_turn, shared = trainer._generate_single_turn, []
@@ -202,19 +176,9 @@ def test_tool_turns_of_one_generation_keep_their_pages(tmp_path):
     assert generator.engine.asleep
     assert shared == [0, 8]  # two full pages of the prompt
     assert len(trainer._metrics["train"]["rollout/sleep_ms"]) == 1
-
-
-def test_a_rollout_that_fails_leaves_the_memory_to_the_trainer_too(tmp_path):
-    trainer = trl_trainer.build(tmp_path)
-    generator = trl_trainer.attach(trainer)
-
-    def failing(*args):
-        raise MemoryError("injected")
-
-    generator.engine.worker.graphs.forward.decode = failing
-    with pytest.raises(MemoryError, match="injected"):
-        trainer._generate(["xyz"] * 4)
-    assert generator.engine.asleep
+    assert generator.engine.policy_version == 1
+    trainer._generate(["xyzabcdef"])
+    assert generator.engine.policy_version == 2
 
 
 def test_the_memory_plan_is_printed_once(tmp_path, capsys):
@@ -227,39 +191,16 @@ def test_the_memory_plan_is_printed_once(tmp_path, capsys):
         assert part in printed
 
 
-def test_metrics_reach_the_trainers_own_wandb_run_on_its_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trainer = trl_trainer.build(tmp_path, report_to="wandb", max_steps=3)
-    trl_trainer.attach(trainer)
-    sent, log = [], wandb.sdk.wandb_run.Run.log
-
-    def recording(run, data, *args, **kwargs):
-        sent.append(dict(data))
-        return log(run, data, *args, **kwargs)
-
-    monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", recording)
-    trainer.train()
-    wandb.finish()
-    steps = [entry for entry in sent if "train/rollout/generated_tok_s" in entry]
-    assert [entry["train/global_step"] for entry in steps] == [1, 2, 3]
-    pages = ("kv_pages_used", "kv_pages_shared", "kv_pages_free", "preemptions", "offloaded_gib")
-    memory = ("kv_mapped_gib", "released_gib", "wake_ms", "sleep_ms")
-    names = ("duration_s", "rows_live", "policy_version", "logp_gap", *pages, *memory)
-    for entry in steps:
-        assert all(f"train/rollout/{name}" in entry for name in names)
-        assert "train/reward" in entry
-
-
 def test_completions_keep_their_eos_and_order_and_are_never_empty(tmp_path):
     trainer = trl_trainer.build(tmp_path, max_steps=3, max_completion_length=30)
-    calls = spy(trl_trainer.attach(trainer))
+    calls = spy(trainer, trl_trainer.attach(trainer))
     trainer.train()
     ended = 0
     for call in calls:
-        assert len(call["completions"]) == len(call["prompts"]) == 8
-        for prompt, group in zip(call["prompts"][::4], (0, 4), strict=True):
-            assert call["prompts"][group : group + 4] == [prompt] * 4
-        for ids in call["completions"]:
+        assert len(call.completions) == len(call.prompts) == 8
+        for prompt, group in zip(call.prompts[::4], (0, 4), strict=True):
+            assert call.prompts[group : group + 4] == [prompt] * 4
+        for ids in call.completions:
             assert 1 <= len(ids) <= 30
             assert tiny.EOS not in ids[:-1]
             ended += ids[-1] == tiny.EOS
@@ -297,7 +238,7 @@ def test_the_trainer_and_the_random_states_are_left_as_found(tmp_path, fail):
     generator = trl_trainer.attach(trainer)
     model = trainer.model
 
-    def found():
+    def state():
         return (
             [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()],
             [(p.data_ptr(), p.dtype, p.requires_grad) for p in model.parameters()],
@@ -309,13 +250,13 @@ def test_the_trainer_and_the_random_states_are_left_as_found(tmp_path, fail):
 
     for training in (True, False):
         model.train(training)
-        before = found()
+        before = state()
         if fail:
             with pytest.raises(RequestError, match="empty prompt"):
                 generator.generate([[9], []], None, 1)
         else:
             generator.generate([[9], [10, 11]], None, 1)
-        assert found() == before
+        assert state() == before
 
 
 def test_seeds_differ_by_call_mode_rank_and_row_and_come_again_on_resume(tmp_path, monkeypatch):
@@ -359,77 +300,51 @@ def test_any_of_the_trainers_eos_ids_ends_a_row(tmp_path):
     assert last <= set(trainer.eos_token_ids)
 
 
-def test_the_temperature_is_the_trainers_not_the_models(tmp_path):
-    model = tiny.build()
-    model.generation_config.update(do_sample=True, temperature=0.01, top_k=1)
-    trainer = trl_trainer.build(tmp_path, model=model, temperature=2.0)
-    calls = spy(trl_trainer.attach(trainer))
-    trainer.train()
-    assert max(call["gap"] for call in calls) < 1e-5
-
-
-def test_lora_rollouts_need_no_merge(tmp_path):
-    config = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, task_type="CAUSAL_LM")
-    trainer = trl_trainer.build(tmp_path, peft_config=config, max_steps=4, learning_rate=0.1)
-    trl_trainer.attach(trainer)
+@pytest.mark.parametrize("kind", ["adapters that are not merged", "float32 under bf16 autocast"])
+def test_rollouts_follow_weights_that_the_engine_combines_or_casts(tmp_path, kind):
+    lora = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, task_type="CAUSAL_LM")
+    is_cast = kind.startswith("float32")
+    changes = {"bf16": True} if is_cast else {"peft_config": lora, "learning_rate": 0.1}
+    trainer = trl_trainer.build(tmp_path, max_steps=4, **changes)
+    generator = trl_trainer.attach(trainer)
     trainer.train()
     gaps = trl_trainer.logged(trainer, "rollout/logp_gap")
     assert len(gaps) == 4
-    assert all(gap < 1e-5 for gap in gaps)
-
-
-def test_fp32_masters_under_bf16_autocast_stay_float32_and_close(tmp_path):
-    trainer = trl_trainer.build(tmp_path, bf16=True, max_steps=3)
-    generator = trl_trainer.attach(trainer)
-    trainer.train()
+    assert max(gaps) < (0.05 if is_cast else 1e-5)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    assert generator.engine.worker.twin.shadow_bytes > 0
-    assert max(trl_trainer.logged(trainer, "rollout/logp_gap")) < 0.05
+    assert (generator.engine.stats.cast_bytes > 0) == is_cast
 
 
-def test_a_failed_rollout_reaches_the_user_and_training_can_go_on(tmp_path):
+def test_a_failed_rollout_leaves_the_memory_and_training_can_go_on(tmp_path):
     trainer = trl_trainer.build(tmp_path, max_steps=2)
-    generator = trl_trainer.attach(trainer)
-    forward, calls = generator.engine.worker.graphs.forward, []
-    decode = forward.decode
+    engine, calls = trl_trainer.attach(trainer).engine, []
+    step = engine.step
 
-    def failing(*args):
-        calls.append(args)
+    def failing():
+        calls.append(None)
         if len(calls) == 3:
             raise MemoryError("injected")
-        return decode(*args)
+        return step()
 
-    forward.decode = failing
+    engine.step = failing
     with pytest.raises(MemoryError, match="injected"):
         trainer.train()
+    assert engine.asleep
     trainer.train()
     assert trainer.state.global_step == 2
 
 
-def test_an_engine_that_was_closed_says_so(tmp_path):
-    generator = trl_trainer.attach(trl_trainer.build(tmp_path))
-    generator.engine.close()
-    with pytest.raises(EngineClosed, match="the engine was closed"):
-        generator.generate([[9]], None, 1)
-
-
-def test_a_failure_on_another_rank_is_raised_here(tmp_path, monkeypatch):
-    trainer = trl_trainer.build(tmp_path)
-    generator = trl_trainer.attach(trainer)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    monkeypatch.setattr(trainer.accelerator, "reduce", lambda tensor, reduction: tensor + 1)
-    with pytest.raises(RolloutError, match="failed on 1 other rank"):
-        generator.generate([[9]], None, 1)
-
-
-def test_a_rank_that_can_tell_nobody_raises_why_it_failed(tmp_path, monkeypatch):
+def test_a_failing_rank_is_heard_of_and_one_that_can_tell_nobody_says_why(tmp_path, monkeypatch):
     def broken(tensor, reduction):
         raise RuntimeError("the device is gone")
 
     trainer = trl_trainer.build(tmp_path)
-    generator = trl_trainer.attach(trainer)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    monkeypatch.setattr(trainer.accelerator, "reduce", broken)
+    generator, accelerator = trl_trainer.attach(trainer), trainer.accelerator
+    monkeypatch.setattr(type(accelerator), "num_processes", 2)
+    monkeypatch.setattr(accelerator, "reduce", lambda tensor, reduction: tensor + 1)
+    with pytest.raises(RolloutError, match="failed on 1 other rank"):
+        generator.generate([[9]], None, 1)
+    monkeypatch.setattr(accelerator, "reduce", broken)
     with pytest.raises(RuntimeError, match="the device is gone"):
         generator.generate([[9]], None, 1)
     generator.engine.close()

@@ -15,19 +15,19 @@ from torch._dynamo.utils import counters
 from trl import GRPOConfig, GRPOTrainer
 
 import rollout.scheduler.admission
-from rollout import OutOfMemory, RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, OutOfMemory, RolloutEngine, SamplingParams
 from rollout.runner.offload import Swap
 from rollout.runner.slots import IOSlot, Staged
 from rollout.sampling_params import Draw
 from rollout.scheduler.lanes import LaneTable
-from trainers import RolloutGenerator
+from trainers import RolloutConfig, RolloutGenerator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
 
 LANES = 24
 EXPERTS = ("qwen3_moe", "gpt_oss")
 # Compiling takes seconds a model: what is not about it runs the layers as they are.
-CONFIG = RolloutConfig(max_rows=LANES, page_tokens=16, prefill_tokens=64, compile_layers=False)
+CONFIG = EngineConfig(max_rows=LANES, page_tokens=16, prefill_tokens=64, compile_layers=False)
 A_LONG_TIME = 20_000_000  # cycles: about 10 ms, many steps of a small model
 
 

@@ -9,21 +9,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import fakes
 import pytest
 import tiny
 import torch
 
 import rollout.memory.arena
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
-from rollout.memory.arena import MappedArena, PlainArena
-from rollout.memory.kv_cache import KVCache
+from rollout import EngineConfig, RolloutEngine, SamplingParams
+from rollout.memory.arena import MappedArena
 from rollout.scheduler.waiting import Lengths  # noqa: F401 -- for the script below
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB, GIB = 2**20, 2**30
-CONFIG = RolloutConfig(max_rows=24, page_tokens=16, prefill_tokens=64, compile_layers=False)
+CONFIG = EngineConfig(max_rows=24, page_tokens=16, prefill_tokens=64, compile_layers=False)
 # Pages of 6 MiB, as real models have them: few enough for a list.
 LARGE = replace(CONFIG, page_tokens=8192)
 # cuBLAS keeps a workspace for each stream that it has met, and CUDA loads kernels on first use.
@@ -110,9 +110,8 @@ def test_graphs_captured_before_a_sleep_replay_right_after_it(autocast, caplog):
         RolloutEngine(on_gpu(), CONFIG, autocast_dtype=autocast) as engine,
     ):
         wanted = rows_of(engine.generate(*work()))
-        captured = dict(engine.worker.graphs._graphs)
-        mapped = engine.worker.kv_cache.num_bytes
-        assert captured
+        captured, mapped = engine.worker.graphs.num_captures, engine.worker.kv_cache.num_bytes
+        assert captured > 0
         for wake in (False, True):
             engine.sleep()
             assert engine.asleep
@@ -124,25 +123,28 @@ def test_graphs_captured_before_a_sleep_replay_right_after_it(autocast, caplog):
                 engine.wake()
                 assert engine.worker.kv_cache.num_bytes == mapped
             assert rows_of(engine.generate(*work(), same_weights=True)) == wanted
-        assert engine.worker.graphs._graphs == captured
+        assert engine.worker.graphs.num_captures == captured
         assert engine.worker.graphs.num_eager == 0
     assert "capturing again" not in caplog.text
 
 
-def test_graphs_survive_growth_under_live_rows():
+def test_graphs_survive_growth_under_live_rows(caplog):
     prompts, sampling, seeds = work()
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         wanted = rows_of(engine.generate(prompts, sampling, seeds))
-    with RolloutEngine(on_gpu(), CONFIG) as engine:
-        done, sizes, kept = {}, set(), {}
+    with (
+        caplog.at_level(logging.INFO),
+        RolloutEngine(on_gpu(), CONFIG) as engine,
+    ):
+        done, sizes = {}, set()
         for row in zip(prompts, sampling, seeds, strict=True):
             engine.submit(*row)
-            assert kept.items() <= engine.worker.graphs._graphs.items()
-            kept = dict(engine.worker.graphs._graphs)
             done.update((completion.row, completion) for completion in engine.step())
             sizes.add(engine.worker.kv_cache.num_pages)
         while engine.busy:
             done.update((completion.row, completion) for completion in engine.step())
+        assert engine.worker.graphs.num_captures > 0
+    assert "capturing again" not in caplog.text
     assert len(sizes) > 5
     for row, (token_ids, logprobs) in enumerate(wanted):
         assert done[row].token_ids == token_ids
@@ -153,14 +155,7 @@ def test_what_new_pages_hold_has_no_influence(monkeypatch):
     """Not even NaN: nothing clears them."""
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
-    grow = KVCache.grow
-
-    def poisoned(self, num_pages):
-        before = self.num_pages
-        grow(self, num_pages)
-        self._data[before:] = torch.nan
-
-    monkeypatch.setattr(KVCache, "grow", poisoned)
+    fakes.poison_new_pages(monkeypatch)
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         for _ in range(2):
             assert rows_of(engine.generate(*work())) == wanted
@@ -173,7 +168,7 @@ def test_after_sleep_the_trainer_can_allocate_all_of_it():
         engine.sleep()
         before = free_bytes()
         wanted = int(0.95 * before)
-        engine._grow(wanted // engine.worker.kv_cache.layout.page_bytes)
+        engine.worker.grow(wanted // engine.worker.kv_cache.layout.page_bytes)
         assert free_bytes() < 0.1 * before
         engine.sleep()
         assert before - free_bytes() < 64 * MIB
@@ -206,7 +201,7 @@ def test_sleep_and_wake_of_80_gib_are_short(cached_gib, record_property):
         pytest.skip(f"{free / GIB:.0f} GiB are free, 100 are needed")
     with RolloutEngine(on_gpu(), LARGE) as engine:
         wanted = rows_of(engine.generate(*work()))
-        engine._grow(size // engine.worker.kv_cache.layout.page_bytes)
+        engine.worker.grow(size // engine.worker.kv_cache.layout.page_bytes)
         torch.cuda.synchronize()
         taken = []
         for _ in range(3):
@@ -239,25 +234,24 @@ def test_sleep_and_wake_of_80_gib_are_short(cached_gib, record_property):
 
 
 def test_closing_gives_everything_back():
-    model, found = on_gpu(), []
+    model, free = on_gpu(), []
     for _ in range(4):
         with RolloutEngine(model, CONFIG, autocast_dtype=torch.bfloat16) as engine:
             engine.generate(*work())
-            engine._grow(GIB // engine.worker.kv_cache.layout.page_bytes)
+            engine.worker.grow(GIB // engine.worker.kv_cache.layout.page_bytes)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-        found.append(free_bytes())
-    assert found[0] - min(found) < 8 * MIB
+        free.append(free_bytes())
+    assert free[0] - min(free) < 8 * MIB
 
 
 def test_kv_pages_are_sized_by_need_and_bounded_by_the_fraction():
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         engine.generate([[9, 10]], SamplingParams(max_new_tokens=3))
-        assert engine.worker.kv_cache.num_pages == 2
-        limits = engine._limits()
-        free, _ = torch.cuda.mem_get_info()
-        assert 2**29 < limits.max_pages * limits.page_bytes < 0.95 * free
+        cache, free = engine.worker.kv_cache, free_bytes()
+        assert cache.num_pages == 2
+        assert 2**29 < engine.worker.max_pages() * cache.layout.page_bytes < 0.95 * free
 
 
 # --- beside training
@@ -280,11 +274,11 @@ def test_a_backward_between_rollouts_whose_cache_is_in_the_way():
         for _ in range(3):
             engine.sleep()
             train_step(model, optimizer)
-            held = []
-            while free_bytes() > 80 * MIB:  # a first one may be made of what torch has cached
+            blocks = []
+            while free_bytes() > 80 * MIB:  # torch may take a first one from its cache
                 left = free_bytes() - 64 * MIB
-                held.append(torch.empty(left, dtype=torch.uint8, device="cuda"))
-            del held
+                blocks.append(torch.empty(left, dtype=torch.uint8, device="cuda"))
+            del blocks
             assert free_bytes() < 80 * MIB
             assert rows_of(engine.generate(*work())) == wanted
             assert engine.stats.released_bytes > GIB
@@ -356,14 +350,12 @@ def test_without_virtual_memory_rows_are_the_same_and_it_is_said_once(
 ):
     with RolloutEngine(on_gpu(), CONFIG, autocast_dtype=autocast) as engine:
         wanted = rows_of(engine.generate(*work()))
-    monkeypatch.setattr(rollout.memory.arena, "why_no_virtual_memory", lambda device: "it is away")
-    rollout.memory.arena._announce.cache_clear()
+    reason = f"it is away under {autocast}"  # a reason is logged once in a process
+    monkeypatch.setattr(rollout.memory.arena, "why_no_virtual_memory", lambda device: reason)
     with RolloutEngine(on_gpu(), CONFIG, autocast_dtype=autocast) as engine:
-        assert all(isinstance(arena, PlainArena) for arena in engine.worker._arenas)
         for _ in range(3):
             engine.generate(work(4)[0], SamplingParams(max_new_tokens=4))
             assert rows_of(engine.generate(*work())) == wanted
             engine.sleep()
             assert engine.asleep
-    rollout.memory.arena._announce.cache_clear()
     assert len([r for r in caplog.records if "no virtual memory" in r.message]) == 1

@@ -5,10 +5,10 @@ import pytest
 import tiny
 import torch
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 
 PAGE = 4
-CONFIG = RolloutConfig(max_rows=8, page_tokens=PAGE, prefill_tokens=16)
+CONFIG = EngineConfig(max_rows=8, page_tokens=PAGE, prefill_tokens=16)
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, eos_token_ids=(tiny.EOS,))
 
 
@@ -44,7 +44,7 @@ def test_rows_of_groups_are_those_they_are_alone():
     seeds = [31 * i for i in range(len(prompts))]
 
     def rows(max_rows, num_slots, together):
-        config = RolloutConfig(
+        config = EngineConfig(
             max_rows=max_rows, page_tokens=PAGE, prefill_tokens=9, num_slots=num_slots
         )
         with RolloutEngine(tiny.build(), config) as engine:
@@ -114,7 +114,7 @@ def test_known_beginnings_give_way_to_rows_that_need_the_pages():
     probe = RolloutEngine(model, CONFIG)
     page_bytes = probe.worker.kv_cache.layout.page_bytes
     probe.close()
-    config = RolloutConfig(max_rows=2, page_tokens=PAGE, kv_bytes=(pages + 1) * page_bytes)
+    config = EngineConfig(max_rows=2, page_tokens=PAGE, kv_bytes=(pages + 1) * page_bytes)
     with RolloutEngine(model, config) as engine:
         for seed in range(6):
             given = prompt(20, seed)

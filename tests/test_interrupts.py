@@ -17,7 +17,7 @@ import trl_family
 import trl_trainer
 from transformers import AutoModelForCausalLM
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 
 TESTS = Path(__file__).parent
 KEPT = replace(trl_trainer.ENGINE, kv_keep="always")
@@ -199,7 +199,7 @@ def test_an_interrupt_of_one_rank_ends_the_run(tmp_path):
 def test_an_interrupt_may_come_at_any_line(no_memory_of_lengths):
     """Of preparing weights and memory, too; in bf16 autocast, so that weights are cast."""
     work = tiny.prompts(4), SamplingParams(max_new_tokens=2)
-    config = RolloutConfig(max_rows=3, page_tokens=4, prefill_tokens=16)
+    config = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=16)
     with RolloutEngine(tiny.build(), config, autocast_dtype=torch.bfloat16) as engine:
         wanted = [(c.token_ids, c.logprobs) for c in engine.generate(*work)]
         engine.sleep()

@@ -23,8 +23,8 @@ def compiled(*arguments):
 
 
 def test_every_kernel_compiles_and_fits():
-    found = compiled()
-    assert max(int(shared) for _, shared, _ in found) <= MOST_SHARED
+    launches = compiled()
+    assert max(int(shared) for _, shared, _ in launches) <= MOST_SHARED
     sources = (TESTS.parent / "rollout" / "kernels").glob("*_triton.py")
     kernels = {
         line.split("(")[0].removeprefix("def ")
@@ -32,17 +32,17 @@ def test_every_kernel_compiles_and_fits():
         for line in source.read_text().splitlines()
         if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
     }
-    assert {name for name, _, _ in found} == kernels
+    assert {name for name, _, _ in launches} == kernels
 
 
 def test_the_number_of_rows_costs_no_compilation():
     """A user waits for each, before the first token."""
     kinds = {(name, kind) for name, _, kind in compiled("decode")}
     assert Counter(name for name, _ in kinds) == {
-        "_few_rows_kernel": 2,  # up to 16 rows, and up to 32
-        "_norm_kernel": 2,  # of hidden states, and of heads
+        "_skinny_linear_kernel": 2,  # up to 16 rows, and up to 32
+        "_rms_norm_kernel": 2,  # of hidden states, and of heads
         "_decode_kernel": 2,  # with and without splits
-        "_add_splits_kernel": 1,
+        "_merge_splits_kernel": 1,
         "_chunk_kernel": 1,
         "_row_kernel": 1,
     }

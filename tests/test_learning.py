@@ -10,7 +10,7 @@ import trl_trainer
 from peft import LoraConfig
 from transformers.trainer_callback import PrinterCallback
 
-from rollout import RolloutConfig
+from trainers import RolloutConfig
 
 STEPS, WINDOW = 40, 10
 LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -1,4 +1,4 @@
-"""Arenas: what grows keeps its content, what is released is gone, and nothing stays behind."""
+"""Arenas keep their content when they grow, and leave nothing behind when they are released."""
 
 import ctypes
 import gc
@@ -9,7 +9,7 @@ import torch
 
 import rollout.memory.arena
 import rollout.memory.virtual_memory
-from rollout import RolloutConfig
+from rollout import EngineConfig
 from rollout.memory.arena import MappedArena, PlainArena, make_room, max_kv_bytes, open_arena
 from rollout.memory.kv_cache import KVCache, KVLayout
 from rollout.memory.virtual_memory import AddressRange, why_no_virtual_memory
@@ -20,14 +20,13 @@ FAKE = torch.device("cpu", 0)  # where `Driver` maps memory
 
 
 class Driver:
-    """What is used of `cuda.bindings.driver`, over host memory, with the driver's own rules."""
+    """What is used of `cuda.bindings.driver`, over host memory; it checks the driver's rules."""
 
     CUresult = SimpleNamespace(
         CUDA_SUCCESS=SimpleNamespace(name="CUDA_SUCCESS"),
         CUDA_ERROR_OUT_OF_MEMORY=SimpleNamespace(name="CUDA_ERROR_OUT_OF_MEMORY"),
         CUDA_ERROR_INVALID_VALUE=SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"),
     )
-    CUmemAllocationProp = lambda self: SimpleNamespace(location=SimpleNamespace())  # noqa: E731
     CUmemAccessDesc = SimpleNamespace
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
@@ -41,10 +40,13 @@ class Driver:
         self.free, self.supported = free, supported
         self.failing = None
         self.handles, self.mapped, self.readable = {}, {}, set()
-        self.reserved, self.held = {}, set()
+        self.reserved, self.mapped_handles = {}, set()
 
     def _result(self, *values, error="CUDA_SUCCESS"):
         return (getattr(self.CUresult, error), *values)
+
+    def CUmemAllocationProp(self):
+        return SimpleNamespace(location=SimpleNamespace())
 
     def cuInit(self, flags):
         return self._result()
@@ -79,11 +81,11 @@ class Driver:
         if self.failing == "cuMemMap":
             return self._result(error="CUDA_ERROR_INVALID_VALUE")
         self.mapped[address] = size
-        self.held.add(handle)
+        self.mapped_handles.add(handle)
         return self._result()
 
     def cuMemRelease(self, handle):
-        if handle not in self.held:
+        if handle not in self.mapped_handles:
             self.free += self.handles[handle]
         self.handles[handle] = None
         return self._result()
@@ -100,7 +102,7 @@ class Driver:
 
     def cuMemUnmap(self, address, size):
         for chunk in self._chunks(address, size):
-            assert all(handle is None for handle in self.handles.values()), "memory stays held"
+            assert all(handle is None for handle in self.handles.values()), "a handle is left"
             self.free += self.mapped.pop(chunk)
             self.readable.discard(chunk)
         return self._result()
@@ -121,13 +123,13 @@ def driver(monkeypatch):
     properties = SimpleNamespace(total_memory=TOTAL - 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
-    def tensor_at(address, num_bytes, device):
+    def as_tensor(array, device):
+        address, _ = array.__cuda_array_interface__["data"]
         assert address in driver.mapped, "torch does not know an address that is not mapped"
         return torch.frombuffer(driver.reserved[address], dtype=torch.uint8)
 
-    monkeypatch.setattr(rollout.memory.arena, "_tensor_at", tensor_at)
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
     why_no_virtual_memory.cache_clear()
-    rollout.memory.arena._announce.cache_clear()
     yield driver
     why_no_virtual_memory.cache_clear()
 
@@ -140,38 +142,27 @@ def arena(request):
     return MappedArena(FAKE, wait=lambda: None)
 
 
-def test_growth_keeps_content_and_a_release_leaves_nothing(arena):
+def test_growth_keeps_content_and_views_outlive_a_release(arena):
     assert (arena.num_bytes, arena.data.shape) == (0, (0,))
-    arena.grow(100)
-    arena.data[:100] = torch.arange(100, dtype=torch.uint8)
+    arena.grow(128)
+    cost = arena.take_costs()
+    assert (cost.released_bytes, cost.seconds > 0) == (0, True)
+    arena.data[:128] = torch.arange(128, dtype=torch.uint8)
     arena.grow(700)
     assert arena.num_bytes >= 700
     assert arena.data.shape == (arena.num_bytes,)
-    assert arena.data[:100].tolist() == list(range(100))
+    assert arena.data[:128].tolist() == list(range(128))
+    arena.take_costs()
     arena.grow(300)
     assert arena.num_bytes >= 700
-    arena.release()
-    arena.release()
-    assert (arena.num_bytes, arena.data.shape) == (0, (0,))
-
-
-def test_a_view_is_good_again_when_its_bytes_are_there_again(arena):
-    arena.grow(128)
+    assert arena.take_costs() == (0, 0.0)
     view = arena.data[64:128].view(torch.float32)
-    arena.release()
+    for _ in range(2):
+        arena.release()
+        assert (arena.num_bytes, arena.data.shape) == (0, (0,))
     arena.grow(256)
     view.fill_(3.0)
     assert arena.data[64:128].view(torch.float32).tolist() == [3.0] * 16
-
-
-def test_costs_are_told_once(arena):
-    arena.grow(100)
-    released, seconds = arena.take_costs()
-    assert released == 0
-    assert seconds > 0
-    assert arena.take_costs() == (0, 0.0)
-    arena.grow(50)
-    assert arena.take_costs() == (0, 0.0)
 
 
 def test_pages_keep_what_they_hold_and_their_views_follow(arena):
@@ -224,7 +215,7 @@ def test_the_engine_is_waited_for_before_memory_goes(driver):
     assert (driver.mapped, driver.reserved, driver.free) == ({}, {}, TOTAL)
 
 
-def test_a_device_that_has_failed_is_left_alone(driver):
+def test_a_failed_device_is_left_alone(driver):
     def failing():
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -292,9 +283,9 @@ def test_pages_may_take_a_share_of_what_is_free_cached_or_theirs(driver, monkeyp
     }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     driver.free = 200
-    assert max_kv_bytes(RolloutConfig(kv_fraction=0.5), GPU, besides=100) == 300
-    assert max_kv_bytes(RolloutConfig(kv_bytes=9), GPU, besides=100) == 9
-    assert max_kv_bytes(RolloutConfig(), CPU, besides=100) is None
+    assert max_kv_bytes(EngineConfig(kv_fraction=0.5), GPU, extra_bytes=100) == 300
+    assert max_kv_bytes(EngineConfig(kv_bytes=9), GPU, extra_bytes=100) == 9
+    assert max_kv_bytes(EngineConfig(), CPU, extra_bytes=100) is None
 
 
 # --- which kind
@@ -313,20 +304,18 @@ def test_the_best_arena_that_there_is(driver, monkeypatch, caplog):
     assert "captured again" in record.getMessage()
 
 
-def test_a_missing_package_and_a_missing_driver_are_named(monkeypatch):
-    def no_package():
-        raise ImportError("No module named 'cuda'")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ImportError("No module 'cuda'"), "No module 'cuda'; pip install cuda-bindings"),
+        (RuntimeError("cuda was not found"), "cuda was not found"),
+    ],
+)
+def test_a_missing_package_and_a_missing_driver_are_named(driver, monkeypatch, error, reason):
+    def failing(*_):
+        raise error
 
-    why_no_virtual_memory.cache_clear()
-    monkeypatch.setattr(rollout.memory.virtual_memory, "bindings", no_package)
-    assert why_no_virtual_memory(GPU) == "No module named 'cuda'; pip install cuda-bindings"
-    why_no_virtual_memory.cache_clear()
-
-    def no_driver(flags):
-        raise RuntimeError("cuda was not found")
-
-    driver = Driver()
-    driver.cuInit = no_driver
-    monkeypatch.setattr(rollout.memory.virtual_memory, "bindings", lambda: driver)
-    assert why_no_virtual_memory(GPU) == "cuda was not found"
-    why_no_virtual_memory.cache_clear()
+    if isinstance(error, ImportError):
+        monkeypatch.setattr(rollout.memory.virtual_memory, "bindings", failing)
+    driver.cuInit = failing
+    assert why_no_virtual_memory(GPU) == reason

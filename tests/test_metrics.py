@@ -118,11 +118,13 @@ def test_without_log_probabilities_there_is_nothing_to_compare():
 
 
 def finished(lengths, num_stopped):
-    stats = RolloutStats(policy_version=4)
-    stats.ended(lengths, num_stopped)
-    stats.settled(sum(lengths))
-    stats.duration_s = 2.0
-    return stats
+    return RolloutStats(
+        policy_version=4,
+        lengths=lengths,
+        num_stopped=num_stopped,
+        generated_tokens=sum(lengths),
+        duration_s=2.0,
+    )
 
 
 def test_a_rollouts_lengths_and_ends_are_told():
@@ -182,19 +184,18 @@ def test_every_count_goes_to_its_own_metric():
 
 
 def test_every_share_goes_to_its_own_metric(monkeypatch):
-    shares = {part: (1 + i) / 36 for i, part in enumerate(PARTS)}
+    shares = {part: (1 + i) / 15 for i, part in enumerate(PARTS)}
     monkeypatch.setattr(RolloutStats, "time_shares", shares)
     found = time_metrics(RolloutStats())
     assert found == {f"rollout/time/{part}": share for part, share in shares.items()}
 
 
 def test_a_rollouts_line_says_the_most_important():
-    line = summary(finished([10, 1200], 1))
-    assert line == (
-        "rollout of 2 rows under policy version 4: 1,210 tokens in 2.00 s (605 tok/s), 605 a row, "
-        "1,200 at most, 1 stopped; time: host_bound 100%"
+    assert summary(finished([10, 1200], 1)) == (
+        "rollout: 2 rows, 1,210 tokens, 2.0 s, 605 tok/s; mean length 605, max 1,200, 1 stopped; "
+        "idle 100%"
     )
-    assert summary(RolloutStats()).endswith("time: ")
+    assert summary(RolloutStats()).startswith("rollout: 0 rows, 0 tokens, ")
 
 
 def test_steps_are_measured_without_what_lies_between_them(monkeypatch):

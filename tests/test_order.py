@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workloads import make_request
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.scheduler import lanes as lane_table
 from rollout.scheduler.lanes import UNKNOWN_PART
 from rollout.scheduler.row import Row
@@ -133,7 +133,7 @@ def test_expected_longest_first_shortens_a_rollout_of_heavy_tailed_lengths():
         epochs = [
             np.clip(means * random.lognormal(0, 0.3, 256), 1, 6000).astype(int) for _ in range(2)
         ]
-        config = RolloutConfig(max_rows=64, page_tokens=64)
+        config = EngineConfig(max_rows=64, page_tokens=64)
         known, fresh = (Scheduler(config, 100) for _ in range(2))
         makespan(known, groups, epochs[0], 1)
         longest_first = makespan(known, groups, epochs[1], 2)
@@ -157,7 +157,7 @@ def test_rows_of_unknown_length_are_let_in_on_little(monkeypatch, mean, share, h
     steps = {}
     for part in (2, UNKNOWN_PART):
         monkeypatch.setattr(lane_table, "UNKNOWN_PART", part)
-        scheduler = Scheduler(RolloutConfig(max_rows=256, page_tokens=16), 65, host_pages)
+        scheduler = Scheduler(EngineConfig(max_rows=256, page_tokens=16), 65, host_pages)
         steps[part] = makespan(scheduler, range(256), rows, 1, longest=1024, num_pages=40 * 65)
     print("steps by the part that is counted on:", steps)  # noqa: T201
     assert steps[UNKNOWN_PART] < share * steps[2]

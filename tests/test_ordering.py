@@ -13,7 +13,7 @@ import torch
 
 import rollout.runner.slots
 import rollout.runner.streams
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.memory.kv_cache import KVCache
 from rollout.model.twin import Twin
 from rollout.runner.forward import Forward, Lanes
@@ -32,7 +32,7 @@ def work(count=17):
 
 
 def generated(wrap, **changes):
-    with wrap(RolloutEngine(tiny.build(), RolloutConfig(**{**SMALL, **changes}))) as engine:
+    with wrap(RolloutEngine(tiny.build(), EngineConfig(**{**SMALL, **changes}))) as engine:
         completions = engine.generate(*work())
         assert engine.stats.overrun_tokens > 0 or changes.get("num_slots") == 1
         return [(c.token_ids, c.logprobs) for c in completions]
@@ -128,7 +128,7 @@ def recorded(monkeypatch):
     logged(Lanes, "admit", "lane state")
     logged(Forward, "prefill", "KV")
     logged(Forward, "decode", "KV")
-    engine = RolloutEngine(tiny.build(), RolloutConfig(**SMALL))
+    engine = RolloutEngine(tiny.build(), EngineConfig(**SMALL))
     recorder.log.clear()
     return engine, recorder
 
@@ -247,7 +247,7 @@ def test_pages_move_behind_the_last_batch_and_before_whoever_needs_them(recorded
     engine, recorder = recorded
     recorder.names = list(STREAMS)
     page_bytes = engine.worker.kv_cache.layout.page_bytes
-    config = RolloutConfig(max_rows=6, page_tokens=4, kv_bytes=21 * page_bytes, offload_bytes=2**30)
+    config = EngineConfig(max_rows=6, page_tokens=4, kv_bytes=21 * page_bytes, offload_bytes=2**30)
     engine = RolloutEngine(tiny.build(), config)
     log, move, leaving, back, num_waits = recorder.log, engine.worker.swap.move, {}, [], 0
 
@@ -283,7 +283,7 @@ def test_pages_move_behind_the_last_batch_and_before_whoever_needs_them(recorded
 
 def test_a_padding_row_runs_in_the_trash_lane_and_moves_nothing():
     """Rule 7."""
-    engine = RolloutEngine(tiny.build(), RolloutConfig(**SMALL))
+    engine = RolloutEngine(tiny.build(), EngineConfig(**SMALL))
     engine.submit([9, 10, 11], SamplingParams(max_new_tokens=4))
     engine.step()
     forward = engine.worker.graphs.forward

@@ -13,10 +13,10 @@ from rollout import (
     ConfigError,
     EngineBusy,
     EngineClosed,
+    EngineConfig,
     EnginePaused,
     OutOfMemory,
     RequestError,
-    RolloutConfig,
     RolloutEngine,
     SamplingParams,
 )
@@ -28,7 +28,7 @@ SMALL = {"max_rows": 4, "page_tokens": PAGE, "prefill_tokens": 9}
 
 
 def engine_for(model, **changes):
-    return RolloutEngine(model, RolloutConfig(**{**SMALL, **changes}))
+    return RolloutEngine(model, EngineConfig(**{**SMALL, **changes}))
 
 
 def tight(model, **changes):

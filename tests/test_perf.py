@@ -18,19 +18,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.exact.attention import EXACT_ATTENTION, exact_attention
 from rollout.telemetry.device_time import Stamps
 from rollout.telemetry.gpu_counters import NoMeter
+from rollout.telemetry.roofline import copy_bandwidth
 from rollout.telemetry.timeline import Interval, Timeline
-from rollout.tools.doctor import copy_bandwidth
+from rollout.telemetry.trace import Tracer
 from rollout.tools.engine_run import engine_run, kernel_events, kernel_share, kernels
-from rollout.tools.trace import tracing
 from rollout.tools.workload import SHAPES, Workload, build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.perf, pytest.mark.slow]
 
-CONFIG = RolloutConfig(max_rows=128, max_row_tokens=17_000, kv_fraction=0.95, fuse_projections=True)
+CONFIG = EngineConfig(max_rows=128, max_row_tokens=17_000, kv_fraction=0.95, fuse_projections=True)
 SHARES = [
     (32, 600, 0.70),
     (32, 4400, 0.85),
@@ -213,14 +213,15 @@ def test_stamps_and_a_profiler_agree_on_how_busy_the_device_is(model, num_slots)
     work = Workload(model, 32, 512, 200, copy_bandwidth("cuda", "cuda"), fuse_projections=True)
     with engine_run(work, num_slots) as run:
         run.generate([2] * work.rows)  # captures
-        with tracing(run.engine) as timeline:
+        tracer = Tracer(run.engine.device)
+        with run.engine.observing(tracer):
             events = kernel_events(lambda: run.generate(work.row_tokens))
-        stats, decoding = run.engine.stats, timeline.decoding()
+        stats, decoding = run.engine.stats, tracer.timeline.decoding()
         step_s = decoding.span_s("compute") / len(decoding.on("compute"))
         in_kernel = kernel_share(work, run.generate, step_s)
     batches = list(batches_of(events))  # the first has all of the prefill
     assert len(batches) == stats.decode_steps
-    in_batch, whole = decoding.busy_share("compute"), stats.attribution.busy_s / stats.duration_s
+    in_batch, whole = decoding.busy_share("compute"), stats.shares.busy_s / stats.duration_s
     seen = Timeline(batches[1:]).busy_share("compute")
     seen_kernels = kernels(e for e in events if e["ts"] / 1e6 >= batches[1].start_s)
     seen_in_kernel = seen_kernels.busy_share("compute")

@@ -25,8 +25,8 @@ from pathlib import Path
 torch.set_num_threads(1)
 import test_ppo_ranks
 folder = Path(sys.argv[1])
-rank, found = test_ppo_ranks.learn(folder)
-torch.save(found, folder / f"{rank}.pt")
+rank, results = test_ppo_ranks.learn(folder)
+torch.save(results, folder / f"{rank}.pt")
 """
 
 
@@ -36,10 +36,10 @@ def learn(folder):
     rank, count = critic.accelerator.process_index, critic.accelerator.num_processes
     half = test_critic.ROWS // count
     logged = critic.learn(rollout.rows(torch.arange(rank * half, (rank + 1) * half)))
-    found = {"critic": test_critic.parameters(critic), "logged": logged}
+    results = {"critic": test_critic.parameters(critic), "logged": logged}
     for kind in KINDS:
-        found[kind] = train(folder / f"{kind}-{count}", kind, rank, count)
-    return rank, found
+        results[kind] = train(folder / f"{kind}-{count}", kind, rank, count)
+    return rank, results
 
 
 def train(folder, kind, rank, count):
@@ -113,11 +113,11 @@ def test_two_ranks_learn_as_one_does_with_all_rows(tmp_path):
         assert {rank["wrapper"] for rank in two} == {"DistributedDataParallel"}
         for step in range(STEPS):
             ids, mask, advantages = one["rows"][step]
-            found = together([rank["rows"][step] for rank in two], mask.shape[1])
-            assert torch.equal(found[1], mask)
-            assert torch.equal(found[0] * mask, ids * mask)
+            rows = together([rank["rows"][step] for rank in two], mask.shape[1])
+            assert torch.equal(rows[1], mask)
+            assert torch.equal(rows[0] * mask, ids * mask)
             # Whitened over both ranks: by itself, each would have a mean of 0.
-            torch.testing.assert_close(found[2], advantages, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(rows[2], advantages, atol=1e-5, rtol=1e-5)
             assert abs(two[0]["rows"][step][2].sum()) > 1e-2
         for place, tolerance in enumerate(TOLERANCES):
             end = one["weights"][place]

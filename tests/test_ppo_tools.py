@@ -46,12 +46,12 @@ def test_a_reward_passes_over_what_the_policy_did_not_write(tmp_path, calls, kin
     calls.update(name=name, arguments=arguments)
     trainer = build(tmp_path, **changes)
     turns = test_tools.watch(trainer.vllm_generation)
-    found, learnt = test_ppo.rollouts_of(trainer), []
+    rollouts, learnt = test_ppo.rollouts_of(trainer), []
     learn = trainer.critic.learn
     trainer.critic.learn = lambda batch: learnt.append(batch) or learn(batch)
     trainer.train()
     assert len(turns) == 1 + test_tools.TURNS
-    (scored,), (batch,) = found, learnt
+    (scored,), (batch,) = rollouts, learnt
     assert trainer._rewards.abs().min() > 0  # the environment has a column of its own
     rewards = trainer._rewards.sum(1)
     own = scored["completion_mask"] * scored["tool_mask"]

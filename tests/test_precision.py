@@ -5,7 +5,7 @@ import tiny
 import torch
 import trl_trainer
 
-from rollout import RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.model.twin import Twin
 
 KINDS = {
@@ -39,9 +39,10 @@ def test_log_probabilities_are_close_to_the_trainers_own(tmp_path, kind, head, t
     assert max(gaps) < most
 
 
-def test_what_casting_weights_costs_is_logged_once_a_version(tmp_path):
+@pytest.mark.parametrize("casts", [False, True])
+def test_what_casting_weights_costs_is_logged_once_a_version(tmp_path, casts):
     """Of float32 masters under bf16 autocast; the second turn of a rollout casts nothing."""
-    trainer = trl_trainer.build(tmp_path, bf16=True)
+    trainer = trl_trainer.build(tmp_path, bf16=casts)
     generator = trl_trainer.attach(trainer)
     single_turn, costs = trainer._generate_single_turn, []
 
@@ -54,30 +55,20 @@ def test_what_casting_weights_costs_is_logged_once_a_version(tmp_path):
 
     trainer._generate_single_turn = two_turns
     trainer.train()
-    twin = generator.engine.worker.twin
     linears = [m for m in trainer.model.modules() if isinstance(m, torch.nn.Linear)]
-    assert twin.shadow_bytes == sum(2 * linear.weight.numel() for linear in linears)
-    assert [num_bytes for num_bytes, _ in costs] == [twin.shadow_bytes, 0] * 3
-    assert all(0 < seconds < 1 for _, seconds in costs[::2])
-    assert (
-        trl_trainer.logged(trainer, "rollout/cast_weights_gib") == [twin.shadow_bytes / 2**30] * 3
+    size = sum(2 * linear.weight.numel() for linear in linears) if casts else 0
+    assert [num_bytes for num_bytes, _ in costs] == [size, 0] * 3
+    seconds = [seconds for _, seconds in costs[::2]]
+    assert all(0 < each < 1 for each in seconds) == casts
+    sizes, milliseconds = (
+        trl_trainer.logged(trainer, f"rollout/cast_weights_{unit}") for unit in ("gib", "ms")
     )
-    seconds = [seconds * 1e3 for _, seconds in costs[::2]]
-    assert trl_trainer.logged(trainer, "rollout/cast_weights_ms") == pytest.approx(seconds)
-
-
-def test_where_nothing_is_cast_nothing_is_logged_of_it(tmp_path):
-    trainer = trl_trainer.build(tmp_path, max_steps=1)
-    generator = trl_trainer.attach(trainer)
-    trainer.train()
-    assert trl_trainer.logged(trainer, "rollout/generated_tok_s")
-    assert generator.engine.stats.cast_bytes == 0
-    for name in ("gib", "ms"):
-        assert trl_trainer.logged(trainer, f"rollout/cast_weights_{name}") == []
+    assert sizes == ([size / 2**30] * 3 if casts else [])
+    assert milliseconds == pytest.approx([each * 1e3 for each in seconds] if casts else [])
 
 
 def test_each_update_in_a_rollout_is_a_cast_of_its_own():
-    config = trl_trainer.RolloutConfig(max_rows=2, page_tokens=4)
+    config = EngineConfig(max_rows=2, page_tokens=4)
     with RolloutEngine(tiny.build(), config, autocast_dtype=torch.bfloat16) as engine:
         engine.submit([9, 10], SamplingParams(max_new_tokens=6))
         engine.step()
@@ -106,8 +97,8 @@ def test_a_float32_head_gives_the_logits_of_trls_fused_head(tmp_path, dtype, aut
     with torch.no_grad():
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             states = model.model(ids).last_hidden_state
-            found = type(twin.base).forward(twin.base, ids).logits
+            logits = twin.base(ids).logits
         wanted = torch.nn.functional.linear(states.float(), model.lm_head.weight.float())
-    assert found.dtype == torch.float32
-    assert torch.equal(found, wanted)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, wanted)
     assert twin.base.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulation import Rollout, assert_comes_by, depths, expect_short, many, step
 from workloads import Workload, make_request, tight_workloads
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.scheduler.lanes import expected_growth
 from rollout.scheduler.pages import pages_for
 from rollout.scheduler.scheduler import Scheduler
@@ -42,7 +42,7 @@ def few_rows(number: int) -> Workload:
     By plain random numbers: Hypothesis prefers rows that are alike, and those give way together.
     """
     random = Random(number)
-    config = RolloutConfig(
+    config = EngineConfig(
         max_rows=random.randint(3, 4), page_tokens=random.randint(1, 2), prefill_tokens=20
     )
     requests, longest = [], random.randint(4, 12)
@@ -69,7 +69,7 @@ def tokens_of(batch, token):
 @pytest.mark.parametrize("num_host_pages", [0, 9])
 @pytest.mark.parametrize("last", ["eos", "length"])
 def test_a_row_whose_last_token_is_in_flight_ends_after_it_was_preempted(num_host_pages, last):
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=2), 8, num_host_pages)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=2), 8, num_host_pages)
     scheduler.pages.grow(1 + 8)
     limits = (15, 15 if last == "eos" else 8)
     old, young = scheduler.add(
@@ -95,7 +95,7 @@ def test_a_row_whose_last_token_is_in_flight_ends_after_it_was_preempted(num_hos
 
 def test_a_group_that_gives_way_is_copied_once_and_brought_back_once():
     """Three rows share two full pages of their prompt."""
-    scheduler = Scheduler(RolloutConfig(max_rows=4, page_tokens=4), 20, 99)
+    scheduler = Scheduler(EngineConfig(max_rows=4, page_tokens=4), 20, 99)
     scheduler.pages.grow(1 + 8)
     group = [make_request(seed, 9, 30, group=1) for seed in (1, 2, 3)]
     rows = scheduler.add(expect_short(scheduler, [make_request(0, 1, 77), *group]))
@@ -113,7 +113,7 @@ def test_a_group_that_gives_way_is_copied_once_and_brought_back_once():
 
 def test_a_row_whose_pages_are_all_still_there_is_admitted_though_nothing_else_runs():
     """It came back on a page's edge and gave way before it ran, so none of its pages is open."""
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=2), 8, 9)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=2), 8, 9)
     scheduler.pages.grow(1 + 2)
     old, young = scheduler.add([make_request(seed, 1, 15, eos_token_ids=(3,)) for seed in (0, 1)])
 
@@ -131,7 +131,7 @@ def test_a_row_whose_pages_are_all_still_there_is_admitted_though_nothing_else_r
 
 def test_a_row_dropped_while_its_kv_comes_back_leaves_its_lane_as_if_it_had_never_been_there():
     """The next row there has to wait for its own."""
-    scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=2), 8, 9)
+    scheduler = Scheduler(EngineConfig(max_rows=3, page_tokens=2), 8, 9)
     scheduler.pages.grow(1 + 6)
     requests = [make_request(seed, 1, 15) for seed in range(3)]
     old, dropped, young = scheduler.add(expect_short(scheduler, requests))
@@ -150,7 +150,7 @@ def test_a_row_dropped_while_its_kv_comes_back_leaves_its_lane_as_if_it_had_neve
 
 def test_who_waits_for_an_aborted_prefill_takes_it_over():
     """The prompt's 10 tokens fill two pages of 4, and half of one that each row has alone."""
-    scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=4, prefill_tokens=7), 8)
+    scheduler = Scheduler(EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=7), 8)
     scheduler.pages.grow(30)
     rows = scheduler.add([make_request(seed, 11, 2, group=1) for seed in range(3)])
     batch = scheduler.schedule(1)
@@ -165,7 +165,7 @@ def test_who_waits_for_an_aborted_prefill_takes_it_over():
 
 
 def test_what_lay_in_the_last_page_of_an_aborted_prefill_is_computed_again():
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=4, prefill_tokens=9), 8)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=4, prefill_tokens=9), 8)
     scheduler.pages.grow(30)
     rows = scheduler.add([make_request(seed, 11, 2, group=1) for seed in range(2)])
     scheduler.schedule(1)

@@ -9,14 +9,14 @@ import trl_trainer
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.exact.setup import prepare_trainer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
 )
 
-ENGINE = RolloutConfig(max_rows=4, page_tokens=4)
+ENGINE = EngineConfig(max_rows=4, page_tokens=4)
 
 
 @pytest.fixture(params=[False, True], ids=["nf4", "double"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from simulation import Device, Rollout, assert_comes_by, depths, many, step
 from workloads import EOS_SETS, VOCAB, Workload, make_request, text_of, workloads
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import RolloutError
 from rollout.request import Request
 from rollout.sampling_params import Draw, SamplingParams
@@ -29,7 +29,7 @@ def test_every_row_comes_back_once_as_if_alone(work, depth):
 
 
 def test_rule_3_an_overrun_does_not_touch_the_lanes_next_row():
-    scheduler = Scheduler(RolloutConfig(max_rows=1, page_tokens=2), 4)
+    scheduler = Scheduler(EngineConfig(max_rows=1, page_tokens=2), 4)
     scheduler.pages.grow(5)
     first = scheduler.add([make_request(0, 1, 8, eos_token_ids=(3,))])
     second = scheduler.add([make_request(1, 1, 2, eos_token_ids=(3,))])
@@ -50,7 +50,7 @@ def test_rule_3_an_overrun_does_not_touch_the_lanes_next_row():
 
 
 def test_rule_5_not_finished_while_a_batch_is_in_flight():
-    work = Workload(RolloutConfig(), [make_request(0, 1, 9, eos_token_ids=EOS_SETS[-1])])
+    work = Workload(EngineConfig(), [make_request(0, 1, 9, eos_token_ids=EOS_SETS[-1])])
     rollout = Rollout(work, depth=2)
     rollout.add(work.requests[0])
     rollout.step()
@@ -97,7 +97,7 @@ def test_with_the_pages_wanted_no_row_waits_for_pages(work, depth):
 
 
 def test_growing_keeps_rows_going():
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=1), 20)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=1), 20)
     scheduler.pages.grow(1 + 3)
     first, second = scheduler.add([make_request(seed, 1, 20) for seed in range(2)])
     # Each takes one page, and is expected to come to hold two.
@@ -108,7 +108,7 @@ def test_growing_keeps_rows_going():
 
 
 def test_a_row_that_was_overtaken_is_looked_at_when_one_lane_is_free_as_before():
-    scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=1), 32)
+    scheduler = Scheduler(EngineConfig(max_rows=3, page_tokens=1), 32)
     scheduler.pages.grow(1 + 20)
 
     def add(*prompts):
@@ -130,7 +130,7 @@ def test_a_row_that_was_overtaken_is_looked_at_when_one_lane_is_free_as_before()
 
 
 def test_a_row_is_looked_at_when_its_beginning_has_become_known():
-    scheduler = Scheduler(RolloutConfig(max_rows=3, page_tokens=1, prefill_tokens=4), 32)
+    scheduler = Scheduler(EngineConfig(max_rows=3, page_tokens=1, prefill_tokens=4), 32)
     scheduler.pages.grow(1 + 16)
     first = make_request(0, 9, 9)
     second = replace(make_request(1, 1, 9), prompt=np.append(first.prompt, 7))
@@ -139,7 +139,7 @@ def test_a_row_is_looked_at_when_its_beginning_has_become_known():
 
 
 def test_a_batch_draws_as_the_most_demanding_of_its_rows():
-    scheduler = Scheduler(RolloutConfig(max_rows=2), 1)
+    scheduler = Scheduler(EngineConfig(max_rows=2), 1)
     scheduler.pages.grow(3)
     asked = {"suppress_tokens": (9,)}, {"top_k": 3}, {}
     prompt, draws = np.array([9]), []
@@ -157,7 +157,7 @@ def test_a_batch_draws_as_the_most_demanding_of_its_rows():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=1), 4)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=1), 4)
     scheduler.pages.grow(9)
     lost = scheduler.add([make_request(seed, 2, 3) for seed in range(3)])
     batch = scheduler.schedule(1)
@@ -206,13 +206,13 @@ def test_workloads_come_by_the_hard_places(place):
 
 
 def test_the_device_sees_a_page_with_two_rows():
-    scheduler = Scheduler(RolloutConfig(max_rows=2, page_tokens=4), 2)
+    scheduler = Scheduler(EngineConfig(max_rows=2, page_tokens=4), 2)
     scheduler.pages.grow(5)
     for seed in range(2):
         scheduler.add([make_request(seed, 2, 3)])
     batch = scheduler.schedule(1)
     batch.new_pages[:, 2] = 1
-    device = Device(RolloutConfig(max_rows=2, page_tokens=4), 2)
+    device = Device(EngineConfig(max_rows=2, page_tokens=4), 2)
     with pytest.raises(AssertionError, match="row 0 reads another row's KV"):
         device.run(batch)
 
@@ -230,7 +230,7 @@ NEVER = StopStrings(["a" * 20 + "c"], text_of, VOCAB)
 )
 def test_256_rows_cost_little_a_step(max_new, stop):
     num_steps, random = 200, np.random.default_rng(0)
-    scheduler = Scheduler(RolloutConfig(max_rows=256, page_tokens=16), 1100)
+    scheduler = Scheduler(EngineConfig(max_rows=256, page_tokens=16), 1100)
     for seed, limit in enumerate(random.integers(*max_new, 2000, endpoint=True).tolist()):
         scheduler.add([make_request(seed, 20, limit, eos_token_ids=(0, 1), stop_strings=stop)])
     scheduler.pages.grow(scheduler.pages_wanted())

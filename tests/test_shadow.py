@@ -9,11 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.model.twin import Twin
-from rollout.model.weights import held_weights
 
-CONFIG = RolloutConfig(max_rows=4, page_tokens=4, prefill_tokens=20)
+CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=20)
 SAMPLING = SamplingParams(max_new_tokens=6)
 
 
@@ -26,26 +25,31 @@ def process_group():
 
 def shard(model, dtype=None):
     """As accelerate does it: each layer, and the rest."""
-    how = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": MixedPrecisionPolicy(dtype)}
+    options = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": MixedPrecisionPolicy(dtype)}
     for module in list(model.modules()):
         if type(module).__name__.endswith("DecoderLayer"):
-            fully_shard(module, **how)
-    return fully_shard(model, **how)
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
 
 
-def rows_of(engine, **how):
-    found = engine.generate(tiny.prompts(6, seed=5), SAMPLING, **how)
-    return [(completion.token_ids, completion.logprobs) for completion in found]
+def trainers_own(*_):
+    raise AssertionError("the rollout runs what the trainer has compiled for itself")
+
+
+def rows_of(engine, **options):
+    completions = engine.generate(tiny.prompts(6, seed=5), SAMPLING, **options)
+    return [(completion.token_ids, completion.logprobs) for completion in completions]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
 def test_rollouts_of_a_sharded_model_are_those_of_the_whole_one(family, fused):
     whole, model = tiny.build(family), tiny.build(family)
-    config = RolloutConfig(**{**vars(CONFIG), "fuse_projections": fused})
+    config = EngineConfig(**{**vars(CONFIG), "fuse_projections": fused})
     with RolloutEngine(whole, config) as engine, RolloutEngine(model, config) as other:
         assert rows_of(other) == rows_of(engine)
         shard(model)  # as `train()` does after `attach`
+        model.model.layers[1].compile(backend=trainers_own)
         for _ in range(2):
             assert rows_of(other) == rows_of(engine)
             other.sleep()
@@ -60,7 +64,7 @@ def test_rollouts_of_a_sharded_model_are_those_of_the_whole_one(family, fused):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
-def test_held_weights_have_the_dtype_of_the_trainers_forward(tied):
+def test_find_shadowed_have_the_dtype_of_the_trainers_forward(tied):
     model = shard(tiny.build(tie_word_embeddings=tied), torch.bfloat16)
     twin = Twin(model, param_dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in twin.base.parameters()} == {torch.bfloat16}
@@ -73,7 +77,7 @@ def test_held_weights_have_the_dtype_of_the_trainers_forward(tied):
     twin.base.config._attn_implementation = "sdpa"
     with torch.no_grad():
         wanted = model(ids).logits
-        assert torch.equal(type(twin.base).forward(twin.base, ids).logits, wanted.bfloat16())
+        assert torch.equal(twin.base(ids).logits, wanted.bfloat16())
         assert not isinstance(model.lm_head.weight, DTensor)  # left whole by that forward
         twin.refresh()
     assert isinstance(model.lm_head.weight, DTensor)
@@ -96,20 +100,26 @@ def test_adapters_of_a_sharded_model_are_followed():
         assert rows_of(plain) == off
 
 
-def test_4_bit_weights_are_never_cast_whatever_dtype_their_bytes_are_stored_in():
-    """As with bitsandbytes' `bnb_4bit_quant_storage`: two numbers a byte, called float16."""
-    model, layer = tiny.build(), "model.layers.1.mlp.up_proj"
-    linear = model.get_submodule(layer)
+def quantised():
+    """A model with a layer as bitsandbytes stores it: two numbers a byte, called float16."""
+    model = tiny.build()
+    linear = model.model.layers[1].mlp.up_proj
     packed = torch.zeros(linear.weight.numel() // 4, 1, dtype=torch.float16)
     linear.quant_state, linear.weight = object(), torch.nn.Parameter(packed, requires_grad=False)
-    held = {name for name, *_ in held_weights(model, model, torch.bfloat16, None)}
-    linears = {n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
-    assert held == linears - {layer}
+    return model, linear
+
+
+def test_4_bit_weights_are_never_cast_whatever_dtype_their_bytes_are_stored_in():
+    model, layer = quantised()
+    linears = [each for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    numbers = sum(each.weight.numel() for each in linears if each is not layer)
+    twin = Twin(model, torch.bfloat16)
+    assert twin.shadow_bytes == 2 * numbers
+    assert twin.base.model.layers[1].mlp.up_proj.weight.data_ptr() == layer.weight.data_ptr()
 
 
 def test_parts_of_4_bit_weights_are_refused():
-    model, layer = tiny.build(), "model.layers.1.mlp.up_proj"
-    linear = model.get_submodule(layer)
-    linear.quant_state, linear.weight.ds_id = object(), 7  # as bitsandbytes and ZeRO-3 mark them
-    with pytest.raises(UnsupportedModel, match=f"{layer} is a 4-bit layer .* use DDP"):
-        list(held_weights(model, model, None, None))
+    model, layer = quantised()
+    layer.weight.ds_id = 7  # as ZeRO-3 marks them
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.up_proj is a 4-bit .* use DDP"):
+        Twin(model)

@@ -15,8 +15,8 @@ import rollout.scheduler.scheduler
 from rollout import (
     EngineBusy,
     EngineClosed,
+    EngineConfig,
     OutOfMemory,
-    RolloutConfig,
     RolloutEngine,
     SamplingParams,
 )
@@ -26,7 +26,7 @@ from rollout.scheduler.host_pages import HostPages
 
 pytestmark = pytest.mark.usefixtures("no_memory_of_lengths")
 
-CONFIG = RolloutConfig(max_rows=4, page_tokens=4, prefill_tokens=11)
+CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=11)
 AUTOCAST = pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 FIVE = SamplingParams(max_new_tokens=5)
 
@@ -42,44 +42,36 @@ def rows_of(completions):
     return [(completion.token_ids, completion.logprobs) for completion in completions]
 
 
-def held(engine):
+def allocated(engine):
     """Bytes of pages and of cast weights."""
-    return engine.worker.kv_cache.num_bytes, engine.worker.twin._shadow.arena.num_bytes
+    pages, twin = engine.worker.kv_cache.num_bytes, engine.worker.twin
+    return pages, 0 if twin.missing_bytes else twin.shadow_bytes
 
 
 @AUTOCAST
-def test_sleep_between_rollouts_frees_everything_and_changes_no_row(autocast):
+@pytest.mark.parametrize("wake", [False, True], ids=["generate", "wake"])
+def test_sleep_between_rollouts_frees_everything_and_changes_no_row(autocast, wake):
     with RolloutEngine(tiny.build(), CONFIG, autocast_dtype=autocast) as engine:
         wanted = rows_of(engine.generate(*work()))
-        pages, cast = held(engine)
+        pages, cast = allocated(engine)
         assert pages > 0
         assert (cast > 0) == (autocast is not None)
+        engine.wake()
         assert not engine.asleep
         for same_weights in (True, False, True):
             engine.sleep()
             engine.sleep()
             assert engine.asleep
-            assert held(engine) == (0, 0)
+            assert allocated(engine) == (0, 0)
             version = engine.policy_version
+            for _ in range(2 * wake):
+                engine.wake()
+                assert allocated(engine) == (pages, cast)
+                assert engine.policy_version == version
             assert rows_of(engine.generate(*work(), same_weights=same_weights)) == wanted
-            assert held(engine) == (pages, cast)
+            assert allocated(engine) == (pages, cast)
             assert engine.policy_version == version + (not same_weights)
             engine.scheduler.check()
-
-
-@AUTOCAST
-def test_a_wake_takes_back_what_sleep_gave_away(autocast):
-    with RolloutEngine(tiny.build(), CONFIG, autocast_dtype=autocast) as engine:
-        wanted = rows_of(engine.generate(*work()))
-        before = held(engine)
-        engine.wake()
-        assert held(engine) == before
-        engine.sleep()
-        engine.wake()
-        engine.wake()
-        assert held(engine) == before
-        assert engine.policy_version == 1
-        assert rows_of(engine.generate(*work(), same_weights=True)) == wanted
 
 
 def test_weights_that_change_while_it_sleeps_are_the_ones_it_wakes_with():
@@ -90,9 +82,9 @@ def test_weights_that_change_while_it_sleeps_are_the_ones_it_wakes_with():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.2)
-        found = rows_of(engine.generate(*work()))
+        rows = rows_of(engine.generate(*work()))
     with RolloutEngine(model, CONFIG, autocast_dtype=torch.bfloat16) as engine:
-        assert found == rows_of(engine.generate(*work()))
+        assert rows == rows_of(engine.generate(*work()))
 
 
 def test_submit_wakes_it_too():
@@ -166,9 +158,10 @@ def test_pages_leave_room_for_the_cast_weights_that_come_back_before_them(monkey
     monkeypatch.setattr(rollout.runner.worker, "max_kv_bytes", lambda *args: asked.append(args[2]))
     with RolloutEngine(tiny.build(), CONFIG, autocast_dtype=torch.bfloat16) as engine:
         engine.generate(*work())
-        pages, cast = held(engine)
+        pages = engine.worker.kv_cache.num_bytes
         engine.generate(*work())
         engine.sleep()
+        cast = engine.worker.twin.missing_bytes
         engine.generate(*work())
         prefill = engine.worker.plan().workspaces
     assert prefill > 0
@@ -215,14 +208,7 @@ def test_what_new_pages_hold_has_no_influence(monkeypatch):
     """Not even NaN, as nothing clears them."""
     with RolloutEngine(tiny.build(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
-    grow = KVCache.grow
-
-    def poisoned(self, num_pages):
-        before = self.num_pages
-        grow(self, num_pages)
-        self._data[before:] = torch.nan
-
-    monkeypatch.setattr(KVCache, "grow", poisoned)
+    fakes.poison_new_pages(monkeypatch)
     with RolloutEngine(tiny.build(), CONFIG) as engine:
         assert rows_of(engine.generate(*work())) == wanted
         engine.sleep()
@@ -245,7 +231,7 @@ def test_the_plan_is_logged_once_before_the_first_batch(caplog):
     assert message.startswith("memory plan for CPU: weights 0.000 GiB (the trainer's own)")
 
 
-def test_the_plan_counts_what_is_held():
+def test_the_plan_counts_what_is_allocated():
     plans = []
     model = tiny.build()
     with RolloutEngine(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout import RolloutConfig, RolloutEngine, SamplingParams
+from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.runner.offload import chunk_sizes
 
 PAGE = 4
@@ -15,7 +15,7 @@ PLENTY = 1 << 30
 
 
 def page_bytes():
-    with RolloutEngine(tiny.build(), RolloutConfig(page_tokens=PAGE)) as engine:
+    with RolloutEngine(tiny.build(), EngineConfig(page_tokens=PAGE)) as engine:
         return engine.worker.kv_cache.layout.page_bytes
 
 
@@ -26,7 +26,7 @@ def tight_engine(model, offload_bytes=PLENTY, *, pages=20, **changes):
     """As many pages as the longest row of `work` needs, and few more."""
     settings = {"max_rows": 6, "page_tokens": PAGE, "prefill_tokens": 16, **changes}
     kv_bytes = (1 + pages) * PAGE_BYTES
-    config = RolloutConfig(kv_bytes=kv_bytes, offload_bytes=offload_bytes, **settings)
+    config = EngineConfig(kv_bytes=kv_bytes, offload_bytes=offload_bytes, **settings)
     return RolloutEngine(model, config)
 
 
@@ -127,7 +127,7 @@ def test_growing_keeps_what_rows_have_while_pages_are_on_their_way():
         done = []
         while engine.stats.preemptions < 2:
             done += engine.step()
-        engine.config = engine.worker.config = RolloutConfig(max_rows=6, page_tokens=PAGE)
+        engine.config = engine.worker.config = EngineConfig(max_rows=6, page_tokens=PAGE)
         rows.append(engine.submit([9] * 30, SamplingParams(max_new_tokens=30)))
         assert engine.worker.kv_cache.num_pages > 21
         while engine.busy:

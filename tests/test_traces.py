@@ -12,9 +12,10 @@ import wandb
 from matplotlib.colors import to_hex
 from trl import TrlParser
 
-from rollout import ConfigError, RolloutConfig, RolloutEngine, SamplingParams
+from rollout import ConfigError, EngineConfig, RolloutEngine, SamplingParams
 from rollout.telemetry import timeline
-from rollout.tools.trace import tracing
+from rollout.telemetry.trace import Tracer
+from trainers import RolloutConfig
 from trainers.reporting import traces
 from trainers.reporting.traces import draw_lengths, draw_progress
 
@@ -42,11 +43,11 @@ def test_an_off_that_yaml_reads_as_false_is_answered_by_its_quotes(tmp_path):
 def test_the_rollouts_asked_for_leave_files(tmp_path, monkeypatch, trace, steps):
     traced = []
 
-    def counting(engine):
-        traced.append(engine)
-        return tracing(engine)
+    def counting(device):
+        traced.append(device)
+        return Tracer(device)
 
-    monkeypatch.setattr(traces, "tracing", counting)
+    monkeypatch.setattr(traces, "Tracer", counting)
     options = {"eval_strategy": "steps", "eval_steps": 3, "max_steps": 5}
     trainer = trl_trainer.build(tmp_path, **options)
     trainer.eval_dataset = trainer.eval_dataset.select(range(2))
@@ -98,19 +99,20 @@ def test_a_picture_that_fails_is_warned_of_and_ends_nothing(tmp_path, monkeypatc
 
 
 def test_a_trace_is_every_batch_in_microseconds():
-    with RolloutEngine(tiny.build(), RolloutConfig(max_rows=3, page_tokens=4)) as engine:
-        with tracing(engine) as found:
+    with RolloutEngine(tiny.build(), EngineConfig(max_rows=3, page_tokens=4)) as engine:
+        tracer = Tracer(engine.device)
+        with engine.observing(tracer):
             engine.generate(tiny.prompts(5), SamplingParams(max_new_tokens=6))
         steps, decoded = engine.stats.engine_steps, engine.stats.decoded_rows
-    events = timeline.chrome_trace(found)["traceEvents"]
+    events = timeline.chrome_trace(tracer.timeline)["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names == list(timeline.TRACKS)
     tracks = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
     assert min(tracks.values()) == 1  # Perfetto keeps 0 for itself
     spans = [(event["tid"], event["name"]) for event in events if event["ph"] == "X"]
-    kinds = {name: {found for tid, found in spans if tid == tracks[name]} for name in tracks}
+    kinds = {name: {kind for tid, kind in spans if tid == tracks[name]} for name in tracks}
     assert kinds == {
-        "host": {"plan", "stage", "launch", "wait", "settle"},
+        "host": {"plan", "launch", "wait", "settle"},
         "h2d": {"h2d"},
         "compute": {"prefill", "decode"},
         "d2h": {"d2h"},
@@ -124,7 +126,7 @@ def test_a_trace_is_every_batch_in_microseconds():
     assert sum(event["args"]["rows"] for event in batches) == decoded
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
     ends = max(event["ts"] + event["dur"] for event in batches) / 1e6
-    assert ends == pytest.approx(found.span_s("compute"), rel=0.2)
+    assert ends == pytest.approx(tracer.timeline.span_s("compute"), rel=0.2)
     assert timeline.chrome_trace(timeline.Timeline())["traceEvents"][-1]["ph"] == "M"
 
 

@@ -1,6 +1,7 @@
 """What the generator refuses of TRL, and what it leans on in the TRL that is installed."""
 
 import copy
+import functools
 import logging
 import pickle
 from dataclasses import replace
@@ -18,10 +19,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rollout import ConfigError, EngineClosed, RolloutEngine, RolloutError, UnsupportedTrainer
+from rollout import (
+    ConfigError,
+    EngineConfig,
+    RolloutError,
+    UnsupportedModel,
+    UnsupportedTrainer,
+)
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
-from trainers.adapter.engine import _place
 from trainers.adapter.sampling import refused_settings, row_sampling
 from trainers.adapter.support import check_trainer, check_trl
 
@@ -144,11 +150,7 @@ def test_generation_kwargs_win_in_either_librarys_words(tmp_path):
     assert sampling.suppress_tokens == (3, 4)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling_of(trainer, room=2).min_new_tokens == 2
-
-
-def test_values_of_no_effect_ask_for_nothing(tmp_path):
-    trainer = trl_trainer.build(tmp_path, generation_kwargs={"num_beams": 1, "stop": None})
-    assert sampling_of(trainer).draw is Draw.PLAIN
+    trainer.args.generation_kwargs = {"num_beams": 1, "stop": None}  # of no effect
     trainer.top_p = trainer.top_k = trainer.repetition_penalty = None
     assert sampling_of(trainer).draw is Draw.PLAIN
 
@@ -226,18 +228,6 @@ def test_a_trainer_learns_from_filtered_rollouts(tmp_path):
     assert max(gaps) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"vllm_importance_sampling_mode": "token_truncate"},
-        {"vllm_importance_sampling_correction": False},
-    ],
-    ids=str,
-)
-def test_vespo_with_a_token_level_correction_or_none_is_fine(tmp_path, changes):
-    check_trainer(trl_trainer.build(tmp_path, loss_type="vespo", **changes))
-
-
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation", "GOLD"])
 def test_a_temperature_that_the_loss_does_not_follow_is_warned_of(tmp_path, caplog, kind):
     trainer = trl_family.build(kind, tmp_path, temperature=0.9)
@@ -251,145 +241,12 @@ def test_a_temperature_that_the_loss_does_not_follow_is_warned_of(tmp_path, capl
         assert "temperature=0.4 from now on, and the loss still divides by 0.9" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("_is_vlm", True, "takes images"),
-        ("args.use_vllm", True, "another generator"),
-        ("use_vllm", True, "another generator"),
-        ("accelerator.state._mixed_precision", "fp8", "fp8"),
-        ("accelerator.state.distributed_type", DistributedType.MEGATRON_LM, "MEGATRON_LM"),
-    ],
-)
-def test_set_ups_are_refused_by_name(tmp_path, monkeypatch, path, value, message):
-    trainer = trl_trainer.build(tmp_path)
-    *owners, name = path.split(".")
-    owner = trainer
-    for part in owners:
-        owner = getattr(owner, part)
-    monkeypatch.setattr(owner, name, value)
-    with pytest.raises(UnsupportedTrainer, match=message):
-        check_trainer(trainer)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"fsdp_version": 1}, "FSDP1 flattens parameters.*use FSDP2"),
-        ({"cpu_offload": CPUOffloadPolicy()}, "drop `fsdp_offload_params`"),
-        ({"activation_checkpointing": True}, "use the trainer's `gradient_checkpointing`"),
-    ],
-)
-def test_kinds_of_fsdp_are_refused(tmp_path, monkeypatch, changes, message):
-    trainer = trl_trainer.build(tmp_path)
-    state = trainer.accelerator.state
-    monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    monkeypatch.setattr(state, "fsdp_plugin", plugin, raising=False)
-    check_trainer(trainer)
-    for name, value in changes.items():
-        setattr(plugin, name, value)
-    with pytest.raises(UnsupportedTrainer, match=message):
-        check_trainer(trainer)
-
-
-def under_zero(trainer, monkeypatch, config):
-    """As far as it can be seen without DeepSpeed."""
-    state = trainer.accelerator.state
-    monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
-    plugin = SimpleNamespace(deepspeed_config=config)
-    monkeypatch.setattr(state, "deepspeed_plugins", plugin, raising=False)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "drop `offload_"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "rounds what ranks"),
-        ({"torch_autocast": {"enabled": True}}, "use `bf16` instead"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "use ZeRO or DDP"),
-    ],
-)
-def test_kinds_of_zero_are_refused(tmp_path, monkeypatch, config, message):
-    trainer = trl_trainer.build(tmp_path)
-    offload = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "cpu"}}
-    under_zero(trainer, monkeypatch, {"zero_optimization": {"stage": 3, **offload}})
-    check_trainer(trainer)
-    under_zero(trainer, monkeypatch, config)
-    with pytest.raises(UnsupportedTrainer, match=message):
-        check_trainer(trainer)
-
-
-def test_exact_mode_is_refused_for_sharded_weights(tmp_path, monkeypatch):
-    trainer = trl_trainer.build(tmp_path)
-    state = trainer.accelerator.state
-    with monkeypatch.context() as patch:
-        under_zero(trainer, patch, {"zero_optimization": {"stage": 2}})
-        with pytest.raises(UnsupportedTrainer, match="not tried under DEEPSPEED; use DDP"):
-            trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, on_policy="exact"))
-    monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    monkeypatch.setattr(state, "fsdp_plugin", plugin, raising=False)
-    with pytest.raises(UnsupportedTrainer, match="not tried under FSDP; use DDP"):
-        trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, on_policy="exact"))
-
-
-@pytest.mark.parametrize("kind", ["tp", "cp", "sp"])
-def test_parallelism_within_a_model_is_refused(tmp_path, monkeypatch, kind):
-    trainer = trl_trainer.build(tmp_path)
-    sizes = SimpleNamespace(**{f"{kind}_size": 2})
-    monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", sizes)
-    with pytest.raises(UnsupportedTrainer, match=f"{kind}_size > 1"):
-        check_trainer(trainer)
-
-
-@pytest.mark.parametrize("version", ["1.14.2", "1.17.0", "2.0.0"])
-def test_unknown_trl_versions_are_refused(monkeypatch, version):
-    monkeypatch.setattr(trl, "__version__", version)
-    with pytest.raises(UnsupportedTrainer, match=rf"TRL {version} is unknown .* 1.15 and 1.16"):
-        check_trl()
-
-
-def test_a_seam_that_moved_is_refused(monkeypatch):
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, sampling: None)
-    with pytest.raises(UnsupportedTrainer, match=r"calls its generator with \('prompts', 'samp"):
-        check_trl()
-
-
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
-    trainer = trl_trainer.build(tmp_path)
-    trainer.eos_token_ids = [None, tiny.EOS]  # as TRL has it where the tokenizer has none
-    with pytest.raises(UnsupportedTrainer, match="no EOS token; set its `eos_token`"):
-        trl_trainer.attach(trainer)
-
-
-def test_an_engine_that_was_closed_and_a_config_of_another_kind_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"config=\{'max_rows': 8\}: it must be a RolloutConfig"):
-        RolloutGenerator({"max_rows": 8})
-    trainer = trl_trainer.build(tmp_path)
-    trl_trainer.attach(trainer).engine.close()
-    with pytest.raises(EngineClosed, match="make a new one"):
-        trainer.train()
-
-
-def test_one_generator_serves_one_trainer(tmp_path):
-    generator = trl_trainer.attach(trl_trainer.build(tmp_path))
-    with pytest.raises(UnsupportedTrainer, match="already serves a trainer"):
-        generator.attach(trl_trainer.build(tmp_path))
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_an_engine_is_not_copied(duplicate):
-    with (
-        RolloutEngine(tiny.build()) as engine,
-        pytest.raises(RolloutError, match="cannot be copied or pickled"),
-    ):
-        duplicate(engine)
-
-
 def test_a_trainer_is_copied_without_its_generator_and_its_parts_at_any_time(tmp_path):
     trainer = trl_trainer.build(tmp_path)
     generator = trl_trainer.attach(trainer)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(RolloutError, match="cannot be copied or pickled"):
+            duplicate(generator.engine)
     with pytest.raises(RolloutError, match="before `attach` or after `detach`"):
         copy.deepcopy(trainer)
     assert pickle.loads(pickle.dumps(trainer.args)).max_steps == 3
@@ -404,30 +261,118 @@ def test_a_trainer_is_copied_without_its_generator_and_its_parts_at_any_time(tmp
     assert len(other.vllm_generation.generate([[9, 10]], None, 1)[1]) == 1
 
 
-def test_a_trainer_with_a_rollout_func_cannot_be_attached(tmp_path):
-    trainer = trl_trainer.build(tmp_path, rollout_func=lambda prompts, trainer: {})
-    with pytest.raises(UnsupportedTrainer, match="pass this generator as rollout_func"):
-        trl_trainer.attach(trainer)
+def fsdp(**changes):
+    """What FSDP2 leaves on a trainer, with other settings of its plugin."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    for name, value in changes.items():
+        setattr(plugin, name, value)
+    return {f"{STATE}.distributed_type": DistributedType.FSDP, f"{STATE}.fsdp_plugin": plugin}
 
 
-def test_one_trainer_takes_one_generator(tmp_path):
+def zero(**config):
+    """What ZeRO-3 leaves, as far as it can be seen without DeepSpeed; `config` in its words."""
+    offload = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": {"stage": 3, **offload}, **config}
+    plugin = SimpleNamespace(deepspeed_config=config)
+    kind = DistributedType.DEEPSPEED
+    return {f"{STATE}.distributed_type": kind, f"{STATE}.deepspeed_plugins": plugin}
+
+
+def put(monkeypatch, trainer, attributes):
+    for path, value in attributes.items():
+        *owners, name = path.split(".")
+        monkeypatch.setattr(functools.reduce(getattr, owners, trainer), name, value, raising=False)
+
+
+STATE = "accelerator.state"
+PARALLELISM = "accelerator.__class__.parallelism_config"
+OFFLOADED, QUANTISED = {"offload_param": {"device": "cpu"}}, {"zero_quantized_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("set_up", "message"),
+    [
+        (lambda: {"_is_vlm": True}, "takes images"),
+        (lambda: {"args.use_vllm": True}, "another generator"),
+        (lambda: {"use_vllm": True}, "another generator"),
+        (lambda: {"eos_token_ids": [None, tiny.EOS]}, "no EOS token; set its `eos_token`"),
+        (lambda: {f"{STATE}._mixed_precision": "fp8"}, "fp8"),
+        (lambda: {f"{STATE}.distributed_type": DistributedType.MEGATRON_LM}, "MEGATRON_LM"),
+        (lambda: {PARALLELISM: SimpleNamespace(tp_size=2)}, "tp_size > 1"),
+        (lambda: {PARALLELISM: SimpleNamespace(cp_size=2)}, "cp_size > 1"),
+        (lambda: {PARALLELISM: SimpleNamespace(sp_size=2)}, "sp_size > 1"),
+        (lambda: fsdp(fsdp_version=1), "FSDP1 flattens parameters.*use FSDP2"),
+        (lambda: fsdp(cpu_offload=CPUOffloadPolicy()), "drop `fsdp_offload_params`"),
+        (lambda: fsdp(activation_checkpointing=True), "use the trainer's `gradient_checkpointing`"),
+        (lambda: zero(zero_optimization=OFFLOADED), "drop `offload_param`"),
+        (lambda: zero(zero_optimization=QUANTISED), "rounds what ranks"),
+        (lambda: zero(torch_autocast={"enabled": True}), "use `bf16` instead"),
+        (lambda: zero(tensor_parallel={"autotp_size": 2}), "use ZeRO or DDP"),
+    ],
+)
+def test_set_ups_are_refused_by_name(tmp_path, monkeypatch, set_up, message):
     trainer = trl_trainer.build(tmp_path)
-    trl_trainer.attach(trainer)
-    with pytest.raises(UnsupportedTrainer, match="generators attached before"):
-        trl_trainer.attach(trainer)
+    put(monkeypatch, trainer, set_up())
+    with pytest.raises(UnsupportedTrainer, match=message):
+        check_trainer(trainer)
 
 
-def test_a_rollout_func_serves_the_trainer_it_has_seen_first(tmp_path):
-    generator = RolloutGenerator(trl_trainer.ENGINE)
-    generator(["xyz"], trl_trainer.build(tmp_path))
-    with pytest.raises(UnsupportedTrainer, match="already serves a trainer"):
-        generator(["xyz"], trl_trainer.build(tmp_path))
+@pytest.mark.parametrize("set_up", [fsdp, zero])
+def test_sharded_weights_are_served_but_not_in_exact_mode(tmp_path, monkeypatch, set_up):
+    trainer = trl_trainer.build(tmp_path)
+    put(monkeypatch, trainer, set_up())
+    check_trainer(trainer)
+    kind = trainer.accelerator.distributed_type.value
+    with pytest.raises(UnsupportedTrainer, match=f"not tried under {kind}; use DDP"):
+        trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, on_policy="exact"))
 
 
-def test_images_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vllm_importance_sampling_mode": "token_truncate"},
+        {"vllm_importance_sampling_correction": False},
+    ],
+    ids=str,
+)
+def test_vespo_with_a_token_level_correction_or_none_is_fine(tmp_path, changes):
+    check_trainer(trl_trainer.build(tmp_path, loss_type="vespo", **changes))
+
+
+def test_a_trl_that_is_unknown_or_whose_seam_moved_is_refused(monkeypatch):
+    for version in ("1.14.2", "1.17.0", "2.0.0"):
+        with monkeypatch.context() as patch:
+            patch.setattr(trl, "__version__", version)
+            message = rf"TRL {version} is unknown .* 1.15 and 1.16"
+            with pytest.raises(UnsupportedTrainer, match=message):
+                check_trl()
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, sampling: None)
+    with pytest.raises(UnsupportedTrainer, match=r"calls its generator with \('prompts', 'samp"):
+        check_trl()
+
+
+def test_a_config_of_another_kind_and_images_are_refused(tmp_path):
+    for config in ({"max_rows": 8}, EngineConfig(max_rows=8)):
+        with pytest.raises(ConfigError, match=r"it must be a trainers\.RolloutConfig\(\.\.\.\)"):
+            RolloutGenerator(config)
     generator = trl_trainer.attach(trl_trainer.build(tmp_path))
     with pytest.raises(UnsupportedTrainer, match="images"):
         generator.generate([[9]], [["an image"]], 1)
+
+
+def test_one_generator_serves_one_trainer_through_one_door(tmp_path):
+    trainer, other = trl_trainer.build(tmp_path), trl_trainer.build(tmp_path)
+    generator = trl_trainer.attach(trainer)
+    with pytest.raises(UnsupportedTrainer, match="already serves a trainer"):
+        generator.attach(other)
+    with pytest.raises(UnsupportedTrainer, match="generators attached before"):
+        trl_trainer.attach(trainer)
+    function = RolloutGenerator(trl_trainer.ENGINE)
+    function(["xyz"], other)
+    with pytest.raises(UnsupportedTrainer, match="already serves a trainer"):
+        function(["xyz"], trl_trainer.build(tmp_path))
+    with pytest.raises(UnsupportedTrainer, match="pass this generator as rollout_func"):
+        trl_trainer.attach(trl_trainer.build(tmp_path, rollout_func=function))
 
 
 def test_a_refused_model_leaves_the_trainer_alone(tmp_path):
@@ -438,13 +383,8 @@ def test_a_refused_model_leaves_the_trainer_alone(tmp_path):
     assert not trainer.use_vllm
 
 
-def test_a_model_that_training_would_move_is_moved_before_there_is_an_engine():
-    model = tiny.build()
-    _place(model, torch.device("cpu"))
-    before = next(model.parameters()).data_ptr()
-    _place(model, torch.device("cpu"))
-    assert next(model.parameters()).data_ptr() == before
-    _place(model, torch.device("meta"))  # stands for a GPU
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    _place(model, torch.device("cpu"))  # from elsewhere nothing is moved
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+def test_a_model_that_training_would_move_is_moved_before_there_is_an_engine(tmp_path, monkeypatch):
+    trainer = trl_trainer.build(tmp_path)
+    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("meta"))  # for a GPU
+    with pytest.raises(UnsupportedModel, match="meta device"):
+        trl_trainer.attach(trainer)

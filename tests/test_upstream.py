@@ -22,13 +22,14 @@ from transformers import AttentionInterface, get_scheduler
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout.model.attention import _HARMLESS
 from trainers.adapter.seams import SEAMS
 
 SEAM = ("prompts", "images", "num_generations", "profiler")
+SCORED = "old_per_token_logps sampling_per_token_logps importance_sampling_ratio tool_mask"
 each_kind = pytest.mark.parametrize("kind", tuple(trl_family.HOMES))
 each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 
@@ -64,48 +65,31 @@ def for_vllm(test: ast.expr) -> bool:
 
 def sets_for_vllm(source: str) -> dict[str, str]:
     """Attribute -> expression, of what a constructor sets only where it is to use vLLM."""
-    found: dict[str, str] = {}
+    assigned: dict[str, str] = {}
 
     def note(statements):
         for node in statements:
             for child in ast.walk(node):
                 if isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Attribute):
-                    found[child.targets[0].attr] = ast.unparse(child.value)
+                    assigned[child.targets[0].attr] = ast.unparse(child.value)
 
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.If) and for_vllm(node.test):
             note(node.body)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp):
             note([node] if for_vllm(node.value.test) else [])
-    return found
+    return assigned
 
 
 @each_kind
 def test_the_table_says_what_the_constructor_sets(kind):
     """Names and values, read from the source of the TRL that is installed."""
-    found = sets_for_vllm(inspect.getsource(trl_family.trainer_class(kind).__init__))
-    assert found.pop("vllm_generation").startswith("VLLMGeneration(")
+    assigned = sets_for_vllm(inspect.getsource(trl_family.trainer_class(kind).__init__))
+    assert assigned.pop("vllm_generation").startswith("VLLMGeneration(")
     args = SimpleNamespace(vllm_sync_frequency=3)
     trainer = SimpleNamespace(use_vllm=True, vllm_sync_frequency=3)
-    values = {name: eval(text, {"args": args, "self": trainer}) for name, text in found.items()}
+    values = {name: eval(text, {"args": args, "self": trainer}) for name, text in assigned.items()}
     assert values == SEAMS[f"{kind}Trainer"].sets(args)
-
-
-def test_what_a_constructor_sets_is_found():
-    source = """
-        def __init__(self, args):
-            self.use_vllm = args.use_vllm
-            self.step = -1 if self.use_vllm else 0
-            if self.use_vllm:
-                self.vllm_generation = VLLMGeneration(args)
-                if args.mode == "server":
-                    self.client = 1
-            else:
-                self.generation_config = None
-            if not (args.use_vllm and args.mode == "server"):
-                raise ValueError
-    """
-    assert set(sets_for_vllm(source)) == {"step", "vllm_generation", "client"}
 
 
 @each_kind
@@ -146,25 +130,26 @@ def test_metrics_are_averaged_and_those_of_an_evaluation_are_prefixed(kind, tmp_
         assert not trainer._metrics[mode]
 
 
-def test_the_tool_loop_reads_the_length_limit():
-    source = inspect.getsource(GRPOTrainer._tool_call_loop)
-    assert "self.vllm_generation.llm.llm_engine.model_config.max_model_len" in source
-
-
-def test_scores_carry_both_log_probabilities_and_the_ratio():
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    names = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
-    for name in (*names, "tool_mask"):
-        assert f'output["{name}"]' in source
-
-
-def test_the_raw_ratio_is_computed_as_ours_is():
-    """The sign, the mask, and the modes that sum over a sequence."""
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    assert "(old_per_token_logps - sampling_per_token_logps) * mask" in source
-    assert 'in ["sequence_mask", "sequence_truncate"]' in source
-    assert "per_token_logps_diff.sum(dim=-1, keepdim=True)" in source
-    assert "torch.exp(logps_diff)" in source
+@pytest.mark.parametrize(
+    ("method", "texts"),
+    [
+        ("_tool_call_loop", ["self.vllm_generation.llm.llm_engine.model_config.max_model_len"]),
+        (
+            "_generate_and_score_completions",
+            [
+                *(f'output["{name}"]' for name in SCORED.split()),
+                # Of the raw ratio: the sign, the mask, and the modes that sum over a sequence.
+                "(old_per_token_logps - sampling_per_token_logps) * mask",
+                'in ["sequence_mask", "sequence_truncate"]',
+                "per_token_logps_diff.sum(dim=-1, keepdim=True)",
+                "torch.exp(logps_diff)",
+            ],
+        ),
+    ],
+)
+def test_grpo_computes_what_we_compute_as_well(method, texts):
+    source = inspect.getsource(getattr(GRPOTrainer, method))
+    assert [text for text in texts if text not in source] == []
 
 
 def test_log_probabilities_are_at_temperature_over_the_full_vocabulary(tmp_path):
@@ -213,22 +198,13 @@ def test_attention_is_given_nothing_that_paged_attention_does_not_know(family):
         assert {name for name in given if not name.startswith("output_")} <= known
 
 
-def test_no_mask_is_built_for_an_attention_without_a_mask_function():
-    assert [mask for mask, _ in run_with("qwen3")] == [None] * 3
-
-
-def test_a_mask_function_is_asked_by_the_attentions_name():
-    def mask(*_, attention_mask=None, **others):
-        return attention_mask
-
-    calls = run_with("qwen3", mask=mask)
-    assert [found.shape for found, _ in calls] == [(1, 6)] * 3
-
-
-def test_our_attentions_are_in_the_registry():
+def test_a_mask_function_is_asked_by_the_attentions_name_and_without_one_there_is_no_mask():
     import rollout.exact.attention  # noqa: F401
 
     assert {"twinslot_paged", "twinslot_exact"} <= set(ALL_ATTENTION_FUNCTIONS.keys())
+    assert [mask for mask, _ in run_with("qwen3")] == [None] * 3
+    calls = run_with("qwen3", mask=lambda *_, attention_mask=None, **others: attention_mask)
+    assert [mask.shape for mask, _ in calls] == [(1, 6)] * 3
 
 
 @each_family
@@ -271,8 +247,6 @@ PPO_CALLS = {
     (Accelerator, "reduce"): "tensor reduction",
     (Accelerator, "gather"): "tensor",
     (PeftModel, "get_base_model"): "",
-    (TrlParser, "set_defaults_with_config"): "kwargs",
-    (TrlParser, "parse_known_args"): "args namespace",
 }
 
 
@@ -284,9 +258,9 @@ def test_ppo_wraps_methods_of_these_signatures(name):
 
 @pytest.mark.parametrize(("owner", "name"), PPO_CALLS, ids=str)
 def test_ppo_calls_methods_that_have_these_parameters(owner, name):
-    found = list(inspect.signature(getattr(owner, name)).parameters)[1:]
+    parameters = list(inspect.signature(getattr(owner, name)).parameters)[1:]
     wanted = PPO_CALLS[owner, name].split()
-    assert found[: len(wanted)] == wanted
+    assert parameters[: len(wanted)] == wanted
 
 
 def one_of_each(tmp_path, checkpoint=None, **changes):
@@ -362,20 +336,25 @@ def test_a_rollout_serves_as_many_pieces_as_ppos_schedule_counts(tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
 def test_the_policys_loss_takes_an_advantage_a_token(tmp_path, loss_type):
-    """Where all tokens of a row have the row's, loss and gradient are the row's to rounding."""
+    """Each token's own: those of the row for all of them, or for some and then for the others."""
     trainer = trl_family.build("GRPO", tmp_path, loss_type=loss_type)
     scored = rollout(trainer)
-    found = []
-    for advantages in (scored["advantages"], scored["advantages"][:, None].expand(-1, 9)):
+
+    def loss_and_gradient(advantages):
         loss = trainer._compute_loss(trainer.model, {**scored, "advantages": advantages})
         trainer.model.zero_grad()
         loss.backward()
-        found.append((loss.detach(), [p.grad.clone() for p in trainer.model.parameters()]))
-    (loss, gradients), (token_loss, token_gradients) = found
-    assert max(gradient.abs().max() for gradient in gradients) > 1e-4
-    torch.testing.assert_close(token_loss, loss, atol=1e-6, rtol=1e-5)
-    for one, other in zip(gradients, token_gradients, strict=True):
-        torch.testing.assert_close(other, one, atol=1e-6, rtol=1e-4)
+        gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+        return loss.detach(), gradient
+
+    wanted = loss_and_gradient(scored["advantages"])
+    by_token = scored["advantages"][:, None].repeat(1, 9)
+    early = torch.arange(9) < 3
+    parts = loss_and_gradient(by_token * early), loss_and_gradient(by_token * ~early)
+    assert wanted[1].abs().max() > 1e-4
+    for actual in (loss_and_gradient(by_token), [sum(both) for both in zip(*parts, strict=True)]):
+        torch.testing.assert_close(actual[0], wanted[0], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(actual[1], wanted[1], atol=1e-6, rtol=1e-4)
 
 
 def rollout(trainer):
@@ -399,25 +378,6 @@ def rollout(trainer):
 def test_one_completion_a_prompt_is_refused_by_the_config_alone(tmp_path):
     with pytest.raises(ValueError, match="at least 2 generations"):
         GRPOConfig(output_dir=str(tmp_path), num_generations=1, use_cpu=True, bf16=False)
-
-
-def test_names_of_arguments_reach_the_parser_as_they_were_written(tmp_path):
-    """Those of YAML as keywords, and those of the command line as words."""
-    seen = []
-
-    class Parser(TrlParser):
-        def set_defaults_with_config(self, **kwargs):
-            seen.append(kwargs)
-            return super().set_defaults_with_config(**kwargs)
-
-        def parse_known_args(self, args=None, namespace=None):
-            seen.append(args)
-            return super().parse_known_args(args, namespace)
-
-    path = tmp_path / "config.yaml"
-    path.write_text("use_cpu: true\nbf16: false\n")
-    Parser((GRPOConfig,)).parse_args_and_config(["--config", str(path), "--beta=0.1"])
-    assert seen == [{"use_cpu": True, "bf16": False}, ["--beta=0.1"]]
 
 
 @each_family

@@ -78,10 +78,10 @@ def test_a_head_reads_what_the_policys_states_are_now():
     ids = torch.arange(8, 16)[None]
     for _ in range(2):
         with torch.no_grad():
-            found = model(ids, torch.ones_like(ids), 3)
+            values = model(ids, torch.ones_like(ids), 3)
             output = policy.eval()(ids, output_hidden_states=True)
             wanted = output.hidden_states[-1][:, -3:] @ model.head.weight[0]
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(values, wanted)
         policy.train()
         for parameter in policy.parameters():
             parameter.data *= 1.1
@@ -103,9 +103,9 @@ def test_adapters_that_were_trained_before_are_begun_from():
     model = ValueModel.beside_adapters(policy).eval()
     ids = torch.arange(8, 16)[None]
     with torch.no_grad():
-        found = model.backbone(ids).last_hidden_state
+        states = model.backbone(ids).last_hidden_state
         wanted = policy(ids, output_hidden_states=True).hidden_states[-1]
-    assert torch.equal(found, wanted)
+    assert torch.equal(states, wanted)
 
 
 @pytest.mark.parametrize("targets", [None, "lm_head"])
@@ -153,7 +153,7 @@ def test_values_come_to_explain_the_returns_of_a_policy_that_stands_still(kind):
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_a_critics_activations_are_checkpointed_where_the_policys_are(tmp_path, kind):
     """By default they are: of each layer its input is kept, and it is computed once more."""
-    found, calls = [], {True: 0, False: 0}
+    weights, calls = [], {True: 0, False: 0}
     for checkpointing in (True, False):
         changes = {"gradient_checkpointing": checkpointing, "peft_config": LORA}
         torch.manual_seed(0)
@@ -165,9 +165,9 @@ def test_a_critics_activations_are_checkpointed_where_the_policys_are(tmp_path, 
         critic.model.backbone.layers[0].mlp.register_forward_pre_hook(count)
         critic.learn(test_critic.batch())
         critic.learn(test_critic.batch())
-        found.append(torch.cat([p.detach().flatten() for p in own(critic.model)]))
+        weights.append(torch.cat([p.detach().flatten() for p in own(critic.model)]))
     assert calls == {True: 4, False: 2}
-    assert torch.equal(*found)
+    assert torch.equal(*weights)
 
 
 @each_kind

@@ -221,10 +221,7 @@ def test_shares_of_the_time_add_up_to_1(run, mode):
     for got, rollout in pairs(run, mode):
         shares = {part: got[f"time/{part}"] for part in PARTS}
         assert sum(shares.values()) == pytest.approx(1, abs=0.01)
-        assert min(shares.values()) >= 0
-        for part in ("compute", "tail", "prefill", "host_bound", "h2d_wait", "sleep"):
-            assert shares[part] > 0
-        assert shares["padding"] == 0
+        assert min(shares.values()) > 0
         whole_s = got["duration_s"] + got["sleep_ms"] / 1e3
         inside = sum(shares[part] for part in ("compute", "tail", "prefill")) * whole_s
         assert rollout.run_s * 0.9 <= inside <= rollout.run_s * 1.05
@@ -255,13 +252,14 @@ def test_the_dashboard_has_a_panel_for_every_metric_and_no_other(run):
         name.removeprefix("train/")
         for row in run[0]
         for name, value in row.items()
-        if name.startswith(("train/rollout/", "train/sampling/raw_"))
+        if name.startswith(("train/rollout/", "train/sampling/raw_", "profiling/"))
         and not isinstance(value, dict)
     }
     shown = [name for panels in SECTIONS.values() for names in panels.values() for name in names]
     assert len(shown) == len(set(shown))
     absent = {f"rollout/{name}" for name in GPU_ALONE | LONG_ALONE | CAST_ALONE}
-    assert set(shown) == logged | absent
+    timings = {name for name in logged if name.startswith("profiling/")}
+    assert set(shown) - timings == (logged - timings) | absent
     assert not logged & absent
 
 

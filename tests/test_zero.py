@@ -14,12 +14,12 @@ import deepspeed, tiny
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
-from rollout import RolloutConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 rank = PartialState(cpu=True).process_index
 stage, (family, *how) = int(kind[4]), kind.split(", ")[1:]
 dtype = torch.bfloat16 if precision == "bf16" else None
-config = RolloutConfig(
+config = EngineConfig(
     max_rows=4, page_tokens=4, prefill_tokens=20,
     fuse_projections="fused" in how, compile_layers="compiled" in how,
 )

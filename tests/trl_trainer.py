@@ -9,8 +9,7 @@ from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from rollout import RolloutConfig
-from trainers import RolloutGenerator
+from trainers import RolloutConfig, RolloutGenerator
 
 ENGINE = RolloutConfig(max_rows=5, page_tokens=4, prefill_tokens=16)
 _NOT_IN_CONFIG = ("rollout_func", "peft_config", "callbacks", "tools", "environment_factory")

@@ -21,11 +21,11 @@ from trainers.reporting.metrics import gap_metrics
 
 def digest(model):
     \"\"\"Of the weights, whole ones where they are sharded.\"\"\"
-    found = hashlib.sha256()
+    state = hashlib.sha256()
     for parameter in model.parameters():
         with torch.no_grad(), whole(parameter, parameter.dtype) as numbers:
-            found.update(numbers.float().cpu().numpy().tobytes())
-    return found.hexdigest()
+            state.update(numbers.float().cpu().numpy().tobytes())
+    return state.hexdigest()
 
 def spread(trainer):
     if "fsdp2" in kind:
@@ -34,8 +34,8 @@ def spread(trainer):
     if kind.startswith("zero"):
         trl_trainer.use_zero(trainer, int(kind[4]))
 
-def write(found):
-    Path(folder, os.environ["RANK"] + ".json").write_text(json.dumps(found))
+def write(results):
+    Path(folder, os.environ["RANK"] + ".json").write_text(json.dumps(results))
 
 device, runs = json.loads(Path(sys.argv[1]).read_text())
 on_cpu = device == "cpu"
@@ -57,7 +57,7 @@ config = replace(config, balance_ranks="balanced" in kind)
 generator = trl_trainer.attach(trainer, config)
 rank = trainer.accelerator.process_index
 trainer.train()
-found = {
+results = {
     "wrapper": type(trainer.model_wrapped).__name__,
     "gap": max(trl_trainer.logged(trainer, "rollout/logp_gap")),
     "shadow": generator.engine.worker.twin.shadow_bytes,
@@ -75,18 +75,18 @@ def turns():
     return trainer.accelerator.gather(one).sum().item()
 
 before = clock._steps[True].num_tokens
-found["ranks"] = generator._share_version(turns)
-found["own"], found["counted"] = sum(own), clock._steps[True].num_tokens - before
+results["ranks"] = generator._share_version(turns)
+results["own"], results["counted"] = sum(own), clock._steps[True].num_tokens - before
 try:  # before rows are shared out
     generator.generate([[9]], ["image"] if rank == 1 else None, 1)
 except Exception as error:
-    found["first"] = f"{type(error).__name__}: {error}"
+    results["first"] = f"{type(error).__name__}: {error}"
 try:  # before weights are gathered
     if rank == 1:
         generator.engine._limits = None
     generator.generate([[9]], None, 1)
 except Exception as error:
-    found["early"] = f"{type(error).__name__}: {error}"
+    results["early"] = f"{type(error).__name__}: {error}"
 vars(generator.engine).pop("_limits", None)
 whole, calls = rollout.model.weights.whole, []
 def failing(*parameter):
@@ -98,7 +98,7 @@ rollout.model.weights.whole = failing
 try:  # while they are
     generator.generate([[9]], None, 1)
 except Exception as error:
-    found["amid"] = f"{type(error).__name__}: {error}"
+    results["amid"] = f"{type(error).__name__}: {error}"
 rollout.model.weights.whole = whole
 # Before a rollout, after it, as its completions come back, and as its memory is given back.
 def broken(*args, **kwargs):
@@ -115,12 +115,12 @@ generates, gathers, exchanges = (lambda: generator.generate([[9]], None, 1)[1]),
 places = {"prompts": None, "rolled_out": generator._watch, "_sleep": generator}
 if "balanced" in kind:
     places["gather_object"] = trainers.adapter.ranks
-found["late"] = {}
+results["late"] = {}
 for place, owner in places.items():
     whole = getattr(owner, place, None)
     if rank and owner:
         setattr(owner, place, half_done if place == "gather_object" else broken)
-    found["late"][place] = told()
+    results["late"][place] = told()
     if owner:
         setattr(owner, place, whole)
 rows = torch.zeros((2, 3), device=trainer.accelerator.device)
@@ -130,27 +130,26 @@ trainer._get_per_token_logps_and_entropies = broken if rank else lambda *args: (
 try:
     gap_metrics(trainer, dict.fromkeys(names.split(), rows), sample=True)
 except Exception as error:
-    found["gaps"] = f"{type(error).__name__}: {error}"
+    results["gaps"] = f"{type(error).__name__}: {error}"
 trainer._get_per_token_logps_and_entropies = whole
 worker, forward = generator.engine.worker, generator.engine.worker.graphs.forward
 worker.twin.compiled, worker._compiled_builds = True, 0
 if rank == 1:  # whose compiler fails
     forward.warm_up = None
-found["uncompiled"] = len(generator.generate([[9]], None, 1)[1])
+results["uncompiled"] = len(generator.generate([[9]], None, 1)[1])
 if rank == 0:
     generator.engine.worker.graphs.run = None
 try:
     generator.generate([[9]], None, 1)
 except Exception as error:
-    found["error"] = f"{type(error).__name__}: {error}"
-found["device"] = trainer.accelerator.device.type
-write(found)
+    results["error"] = f"{type(error).__name__}: {error}"
+results["device"] = trainer.accelerator.device.type
+write(results)
 """
 
 LEARN = """
 from trl import GRPOConfig, GRPOTrainer
-from rollout import RolloutConfig
-from trainers import RolloutGenerator
+from trainers import RolloutConfig, RolloutGenerator
 tokenizer = run_length.build_tokenizer()
 trainer = GRPOTrainer(
     model=run_length.build_model(tokenizer, seed=0),
@@ -219,10 +218,10 @@ def on_two_ranks(folder, runs, device="cpu"):
     }
 
 
-def check_training(found, kind, wrapper, most):
+def check_training(results, kind, wrapper, most):
     """Assert what a run of `TRAIN` promises; `most` is its largest mean gap."""
-    first, second = found
-    for each in found:
+    first, second = results
+    for each in results:
         assert each["wrapper"] == wrapper
         assert each["gap"] < most
         assert (each["shadow"] > 0) == kind.startswith(("fsdp2", "zero3"))
@@ -243,9 +242,9 @@ def check_training(found, kind, wrapper, most):
     assert first["gaps"].endswith("could not be computed on 1 other rank(s); see their errors")
 
 
-def check_learning(found, most=1e-4):
+def check_learning(results, most=1e-4):
     """Assert what a run of `LEARN` promises; `most` is its largest gap."""
-    first, second = found
+    first, second = results
     assert first["weights"] == second["weights"]
     assert first["gap"] < most
     rewards = first["rewards"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SamplingParams
 from rollout.scheduler.pages import pages_for
@@ -64,7 +64,7 @@ class Workload:
     drop before a step; before each step of `renewals` the KV of all rows is dropped.
     """
 
-    config: RolloutConfig
+    config: EngineConfig
     requests: list[Request]
     arrivals: list[int] = field(default_factory=list)
     spare_pages: int = 0
@@ -103,7 +103,7 @@ def make_request(
 @st.composite
 def workloads(draw) -> Workload:
     """Up to 14 rows that arrive while others run, on 1 to 5 lanes."""
-    config = RolloutConfig(
+    config = EngineConfig(
         max_rows=draw(st.integers(1, 5)),
         page_tokens=draw(st.integers(1, 6)),
         prefill_tokens=draw(st.integers(1, 20)),
@@ -146,7 +146,7 @@ def workloads(draw) -> Workload:
 @st.composite
 def tight_workloads(draw) -> Workload:
     """Groups of long rows on many lanes, with little more memory than the longest of them needs."""
-    config = RolloutConfig(
+    config = EngineConfig(
         max_rows=draw(st.integers(2, 6)),
         page_tokens=draw(st.integers(1, 4)),
         prefill_tokens=draw(st.integers(2, 20)),

@@ -11,16 +11,16 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Self
 
-from rollout.config import RolloutConfig
 from rollout.errors import ConfigError, UnsupportedTrainer
 from rollout.exact.setup import prepare_trainer
 from rollout.request import Completion
 from rollout.sampling_params import SamplingParams
 from trainers.adapter.engine import open_engine
-from trainers.adapter.ranks import Meeting, RowBalance, agree
+from trainers.adapter.ranks import Meeting, Phase, agree
 from trainers.adapter.row_seeds import RowSeeds
 from trainers.adapter.sampling import announce, loss_temperature, row_sampling
 from trainers.adapter.seams import find_seam, settings_of
+from trainers.config import RolloutConfig
 from trainers.reporting.metrics import gap_metrics, log_metrics
 from trainers.reporting.reporter import Watch
 
@@ -56,7 +56,10 @@ class RolloutGenerator:
 
     def __init__(self, config: RolloutConfig | None = None) -> None:
         if not isinstance(config, RolloutConfig | None):
-            raise ConfigError(f"config={config!r:.80}: it must be a RolloutConfig(...)")
+            raise ConfigError(
+                f"config={config!r:.80}: it must be a trainers.RolloutConfig(...), which takes all "
+                "arguments of an EngineConfig"
+            )
         self.config = config or RolloutConfig()
         self._trainer: Any = None
         self._settings: Any = None
@@ -175,7 +178,8 @@ class RolloutGenerator:
                 So does an interrupt, which must not wait for ranks that may be anywhere.
         """
         later_turn, failure = bool(self._num_turns), None
-        completions, num_tokens = list[Completion](), 0
+        completions: Sequence[Completion] = ()
+        num_tokens = 0
         if not later_turn:
             self._meeting = self._meet()
         try:
@@ -213,21 +217,18 @@ class RolloutGenerator:
         try:
             if self.config.exact:
                 model = trainer.accelerator.unwrap_model(trainer.model)
-                self._undo_exact = prepare_trainer(model, self.engine.worker.narrow)
-            self._watch = Watch(trainer, self.engine)
+                self._undo_exact = prepare_trainer(model, self.engine.exact_shapes)
+            self._watch = Watch(trainer, self.engine, self.config)
         except BaseException:
             self._undo_exact()
             self.engine.close()
             raise
         self._trainer, self._settings = trainer, settings_of(trainer)
         self._seam = find_seam(trainer)
-        self._seeds, self._balance = RowSeeds(trainer), None
-        accelerator, self._loss_temperature = trainer.accelerator, None
+        self._seeds, self._loss_temperature = RowSeeds(trainer), None
         if self._seam.patches:
-            self._loss_temperature = loss_temperature(accelerator.unwrap_model(trainer.model))
-        if self.config.balance_ranks and accelerator.num_processes > 1:
-            ranks = accelerator.process_index, accelerator.num_processes
-            self._balance = RowBalance(*ranks, self.engine.scheduler.lengths)
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            self._loss_temperature = loss_temperature(model)
         self._wrap(self._seam.generates, self._share_version)
         if self._seam.scores is not None:
             self._wrap(self._seam.scores, self._score_and_log_gap)
@@ -242,30 +243,31 @@ class RolloutGenerator:
 
     def _rollout(
         self, prompts: list[list[int]], *, same_weights: bool
-    ) -> tuple[list[Completion], int]:
+    ) -> tuple[Sequence[Completion], int]:
         """The completions of these prompts, and how many tokens this rank has generated."""
         self._announced = announce(self._settings, self._announced, self._loss_temperature)
-        seeds = self._seeds.draw(len(prompts))
-        balance = None if same_weights else self._balance
-        if balance:
-            prompts, seeds = balance.give_out(prompts, seeds)
-        sampling = [self._sampling(prompt) for prompt in prompts]
+        rows: Sequence[list[int]] = prompts
+        seeds: Sequence[int] = self._seeds.draw(len(prompts))
+        meeting = None if same_weights else self._meeting
+        if meeting:
+            rows, seeds = meeting.hand_out(rows, seeds)
+        sampling = [self._sampling(prompt) for prompt in rows]
         # Weights change in ways that no callback tells of: averaged ones swapped in for an
         # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
-        most_tokens = max((how.max_new_tokens for how in sampling), default=0)
-        with self._watch.rollout(len(prompts), most_tokens):
-            completions = self.engine.generate(prompts, sampling, seeds, same_weights=same_weights)
-        self._watch.rolled_out(prompts, completions)
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
-        if balance:
-            completions = balance.take_back(completions)
+        most_tokens = max((each.max_new_tokens for each in sampling), default=0)
+        with self._watch.rollout(len(rows), most_tokens):
+            generated = self.engine.generate(rows, sampling, seeds, same_weights=same_weights)
+        self._watch.rolled_out(rows, generated)
+        num_tokens = sum(len(completion.token_ids) for completion in generated)
+        completions = meeting.bring_back(generated) if meeting else generated
         if self._num_turns is not None:
             self._num_turns += 1
         return completions, num_tokens
 
     def _meet(self) -> Meeting:
-        """What the ranks have before them, as a rollout begins."""
-        return Meeting(self._trainer.accelerator, self.engine, self._balance)
+        """The collectives that the ranks have before them, as a rollout begins."""
+        accelerator = self._trainer.accelerator
+        return Meeting(accelerator, self.engine, balance=self.config.balance_ranks)
 
     def _share_version(self, generate: Any, *batch: Any) -> Any:
         """Run the trainer's own method that makes all rollouts of a batch, on the same weights.
@@ -276,7 +278,8 @@ class RolloutGenerator:
         try:
             generated = generate(*batch)
         except Exception as error:
-            if not self._meeting.is_over:  # a prompt is at fault, and others generate from theirs
+            # A prompt of this rank is at fault, and the others generate from theirs.
+            if self._meeting.phase is not Phase.DONE:
                 self._meeting.end(error, 0)
             raise
         finally:
@@ -308,9 +311,9 @@ class RolloutGenerator:
     def _score_and_log_gap(self, score: Any, inputs: Any) -> Any:
         """Run TRL's `_generate_and_score_completions`, and log how far the two sides are apart."""
         scored = score(inputs)
-        found = gap_metrics(self._trainer, scored, sample=self.config.exact)
-        log_metrics(self._trainer, found)
-        largest = found.get("rollout/logp_gap_max", 0.0)
+        metrics = gap_metrics(self._trainer, scored, sample=self.config.exact)
+        log_metrics(self._trainer, metrics)
+        largest = metrics.get("rollout/logp_gap_max", 0.0)
         if self.config.exact and largest > _EXACT_GAP and not self._warned:
             self._warned = True
             logger.warning(

@@ -4,7 +4,7 @@ from typing import Any
 
 from trl import GRPOTrainer
 
-from rollout.config import RolloutConfig
+from trainers.config import RolloutConfig
 from trainers.generator import RolloutGenerator
 
 

@@ -50,10 +50,17 @@ def exact_attention(
     if query_THD.is_cuda:
         from rollout.kernels import paged_attention_triton as kernels  # not there on every CPU
 
-        options = {"window": window, "softcap": softcap, "sinks_H": sinks_H}
-        new = (keys_TKD.contiguous(), values_TKD.contiguous())
-        how: dict[str, Any] = {"longest": longest, "scale": scale, "with_lse": True, **options}
-        output, lse_HT = kernels.attend_runs(query_THD, new, runs_N4, **how)
+        output, lse_HT = kernels.attend_runs(
+            query_THD,
+            (keys_TKD.contiguous(), values_TKD.contiguous()),
+            runs_N4,
+            longest=longest,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks_H=sinks_H,
+            with_lse=True,
+        )
         assert lse_HT is not None
         return output, lse_HT
     output = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
@@ -74,7 +81,7 @@ def _(query_THD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, keys, values, runs, longest, scale, window, softcap, sinks = inputs
     ctx.save_for_backward(query, keys, values, *output, runs, sinks)
-    ctx.how = (longest, scale, window, softcap)
+    ctx.longest, ctx.options = longest, (scale, window, softcap)
 
 
 def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,27 +91,36 @@ def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | 
     length.
     """
     query, keys, values, output, lse_HT, runs_N4, sinks_H = ctx.saved_tensors
-    longest, scale, window, softcap = ctx.how
+    saved, longest = (query, keys, values, output, lse_HT), ctx.longest
+    scale, window, softcap = ctx.options
     in_rows = len(runs_N4) * longest == len(query)  # and not packed
     if not query.is_cuda or not flash.serves(query, softcap, sinks_H):
-        found = _by_definition(gradient_THD, (query, keys, values, sinks_H), runs_N4, ctx.how)
+        inputs = (query, keys, values, sinks_H)
+        gradients = _by_definition(gradient_THD, inputs, runs_N4, scale, window, softcap)
     elif in_rows and cudnn.serves(query, window):
-        saved = (query, keys, values, output, lse_HT)
-        found = cudnn.backward_rows(gradient_THD, *saved, runs_N4[:, 1], scale=scale)
+        gradients = cudnn.backward_rows(gradient_THD, *saved, runs_N4[:, 1], scale=scale)
     else:
-        saved = (query, keys, values, output, lse_HT)
-        how: dict[str, Any] = {"longest": longest, "scale": scale, "window": window}
-        bounds = _bounds(runs_N4, len(query))
-        found = flash.backward_packed(gradient_THD.contiguous(), *saved, bounds, **how)
-    sinks = found[3] if sinks_H is not None else None
-    return (*found[:3], None, None, None, None, None, sinks)
+        gradients = flash.backward_packed(
+            gradient_THD.contiguous(),
+            *saved,
+            _bounds(runs_N4, len(query)),
+            longest=longest,
+            scale=scale,
+            window=window,
+        )
+    sinks = gradients[3] if sinks_H is not None else None
+    return (*gradients[:3], None, None, None, None, None, sinks)
 
 
 def _by_definition(
-    gradient_THD: Tensor, inputs: tuple[Tensor | None, ...], runs_N4: Tensor, how: tuple[Any, ...]
+    gradient_THD: Tensor,
+    inputs: tuple[Tensor | None, ...],
+    runs_N4: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> list[Tensor]:
     """Gradients of queries, keys, values, and of sinks where there are any, run by run."""
-    _, scale, window, softcap = how
     leaves = [tensor.detach().requires_grad_() for tensor in inputs if tensor is not None]
     gradients = [torch.zeros_like(leaf) for leaf in leaves]
     for run in _slices(runs_N4):
@@ -112,8 +128,8 @@ def _by_definition(
             query, keys, values = (leaf[run] for leaf in leaves[:3])
             sinks_H = leaves[3] if len(leaves) > 3 else None
             output = _definition(query, keys, values, scale, window, softcap, sinks_H)
-        found = torch.autograd.grad(output, leaves, gradient_THD[run])
-        for gradient, part in zip(gradients, found, strict=True):
+        parts = torch.autograd.grad(output, leaves, gradient_THD[run])
+        for gradient, part in zip(gradients, parts, strict=True):
             gradient += part
     return gradients
 
@@ -132,10 +148,17 @@ def _definition(
 ) -> Tensor:
     """One run by the function that defines the rollout's attention."""
     positions = torch.arange(len(query_THD), device=query_THD.device)[None]
-    how: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": sinks_H}
-    return attend(query_THD[None], keys_TKD[None], values_TKD[None], positions, scale=scale, **how)[
-        0
-    ]
+    output = attend(
+        query_THD[None],
+        keys_TKD[None],
+        values_TKD[None],
+        positions,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
+    )
+    return output[0]
 
 
 def _slices(runs_N4: Tensor) -> list[slice]:
@@ -200,8 +223,8 @@ def exact_attention_forward(
         states.transpose(1, 2).flatten(0, 1).to(value.dtype) for states in (query, key, value)
     )
     scale = scaling if scaling is not None else dim**-0.5
-    how = (tokens, scale, sliding_window, softcap, s_aux)
-    output, _ = exact_attention(query_THD, keys_TKD, values_TKD, runs_N4, *how)
+    options = (tokens, scale, sliding_window, softcap, s_aux)
+    output, _ = exact_attention(query_THD, keys_TKD, values_TKD, runs_N4, *options)
     return output.unflatten(0, (batch, tokens)), None
 
 

@@ -17,13 +17,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 from torch.nn.functional import silu
 
-from rollout.exact.ops import activation, activations, rms_norm, silu_gate
+from rollout.exact.ops import activation, activations, rms_norm, silu_and_mul
 
 _aten, _ours = torch.ops.aten, torch.ops.twinslot
 _CHECKED_ROWS = (32, 2048)
 
 
-class _Leave(CustomGraphPass):
+class _ExactReductions(CustomGraphPass):
     """Leaves means to torch's kernel; joins our kernels with the sums and products beside them."""
 
     def __call__(self, graph: Graph) -> None:
@@ -33,7 +33,7 @@ class _Leave(CustomGraphPass):
             elif node.target is _ours.rms_norm.default:
                 _join_sum(graph, node)
             elif node.target is _aten.mul.Tensor:
-                _join_gate(graph, node)
+                _join_activation(graph, node)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -43,7 +43,7 @@ options: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
     "triton.enable_pdl": True,
-    "post_grad_custom_pre_pass": _Leave(),
+    "post_grad_custom_pre_pass": _ExactReductions(),
 }
 
 
@@ -69,7 +69,7 @@ def _join_sum(graph: Graph, norm: Node) -> None:
     graph.erase_node(total)
 
 
-def _join_gate(graph: Graph, product: Node) -> None:
+def _join_activation(graph: Graph, product: Node) -> None:
     """One kernel for SiLU and what it gates."""
     gate, up = product.args
     if not isinstance(gate, Node) or not isinstance(up, Node) or len(gate.users) > 1:
@@ -77,47 +77,69 @@ def _join_gate(graph: Graph, product: Node) -> None:
     if gate.target is not _ours.activation.default:
         return
     values = [gate.meta["val"], up.meta["val"]]
-    if gate.args[1] not in _gates or values[0].shape != values[1].shape:
+    if gate.args[1] not in _joined_activations or values[0].shape != values[1].shape:
         return
     with graph.inserting_before(product):
         arguments = (gate.args[0], up)
-        node = graph.call_function(_ours.silu_gate.default, arguments)
+        node = graph.call_function(_ours.silu_and_mul.default, arguments)
         node.meta["val"] = product.meta["val"]
     product.replace_all_uses_with(node)
     graph.erase_node(product)
     graph.erase_node(gate)
 
 
-class _Left(nn.Module):
-    """An activation that no compiler looks into."""
+class ExactActivation(nn.Module):
+    """An activation that no compiler looks into.
 
-    def __init__(self, index: int) -> None:
+    Args:
+        plain: The activation.
+    """
+
+    def __init__(self, plain: nn.Module) -> None:
         super().__init__()
-        self.index = index
+        self.index = _index(plain)
 
     def forward(self, states: Tensor) -> Tensor:
         """What the activation itself would return."""
         return activation(states, self.index)
 
 
-# Activations that a kernel of ours computes together with what they gate.
-_gates: set[int] = set()
-
-
-def leave_to_kernels(layers: Iterable[nn.Module]) -> None:
-    """Hide from the compiler what it would compute otherwise than torch.
+class ExactRMSNorm(nn.Module):
+    """A norm by a kernel of ours, which gives its bits.
 
     Args:
-        layers: Decoder layers of the twin, changed in place.
+        plain: The norm.
     """
-    for layer in layers:
-        for module in list(layer.modules()):
-            found = getattr(module, "act_fn", None)
-            if isinstance(found, nn.Module) and not isinstance(found, _Left | nn.Identity):
-                module.act_fn = _Left(_index(found))
-            elif _is_our_norm(module):
-                kind: Any = type(module)
-                module.__class__ = _normed(kind)
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        # ALIAS: the same weight, under the same name
+        self._parameters = plain._parameters
+        self.eps = _eps(plain)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """What the norm itself would return."""
+        return rms_norm(hidden_states, self.weight, self.eps)
+
+
+def opaque_modules(layers: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Modules to put in the place of those that a compiler would compute otherwise than torch.
+
+    Args:
+        layers: Decoder layers of the twin.
+    """
+    modules: dict[nn.Module, nn.Module] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        plain = getattr(module, "act_fn", None)
+        if isinstance(plain, nn.Module) and not isinstance(plain, nn.Identity):
+            modules[plain] = ExactActivation(plain).eval()
+        elif _is_our_norm(module):
+            modules[module] = ExactRMSNorm(module).eval()
+    return modules
+
+
+# Activations that a kernel of ours computes together with what they gate.
+_joined_activations: set[int] = set()
 
 
 def _index(module: nn.Module) -> int:
@@ -126,31 +148,18 @@ def _index(module: nn.Module) -> int:
         if type(known) is type(module):
             return index
     activations.append(module)
-    if type(module).__name__ in ("SiLU", "SiLUActivation") and _gates_alike():
-        _gates.add(len(activations) - 1)
+    if type(module).__name__ in ("SiLU", "SiLUActivation") and _silu_and_mul_is_exact():
+        _joined_activations.add(len(activations) - 1)
     return len(activations) - 1
 
 
 @cache
-def _gates_alike() -> bool:
+def _silu_and_mul_is_exact() -> bool:
     """Whether our kernel gives torch's bits, for every 16 bit number."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     gate = every[every.isfinite()].to("cuda" if torch.cuda.is_available() else "cpu")
     pairs = ((gate, gate.flip(0)), (gate.float() / 3, gate.flip(0).float()))
-    return all(torch.equal(silu_gate(*pair), silu(pair[0]) * pair[1]) for pair in pairs)
-
-
-class _Normed:
-    """A norm computed by our kernel."""
-
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        """What the norm itself would return."""
-        return rms_norm(hidden_states, self.weight, _eps(self))
-
-
-@cache
-def _normed(plain: Any) -> Any:
-    return type(f"Exact{plain.__name__}", (_Normed, plain), {})
+    return all(torch.equal(silu_and_mul(*pair), silu(pair[0]) * pair[1]) for pair in pairs)
 
 
 def _eps(norm: Any) -> Any:
@@ -162,12 +171,12 @@ def _is_our_norm(module: Any) -> bool:
     if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None:
         return False
     kind, weight = cast(Any, type(module)), module.weight
-    return _norms_alike(kind, len(weight), weight.dtype, weight.device)
+    return _rms_norm_is_exact(kind, len(weight), weight.dtype, weight.device)
 
 
 @cache
 @torch.no_grad()
-def _norms_alike(kind: Any, size: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _rms_norm_is_exact(kind: Any, size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """The same of a class of norms, by trying it on random numbers."""
     norm = kind(size).to(device, dtype)
     generator = torch.Generator(device).manual_seed(0)
@@ -175,7 +184,7 @@ def _norms_alike(kind: Any, size: int, dtype: torch.dtype, device: torch.device)
     for rows in _CHECKED_ROWS:
         states = torch.randn((1, rows, size), generator=generator, device=device)
         for given in (states, states.bfloat16()):
-            found = rms_norm(given, norm.weight, _eps(norm))
-            if found.dtype != norm(given).dtype or not torch.equal(found, norm(given)):
+            ours, plain = rms_norm(given, norm.weight, _eps(norm)), norm(given)
+            if ours.dtype != plain.dtype or not torch.equal(ours, plain):
                 return False
     return True

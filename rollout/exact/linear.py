@@ -4,7 +4,8 @@ A product of few outputs is split over the GPU and its parts are added up, depen
 of rows. Where exact mode finds such a layer, trainer and rollout compute it by one kernel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,23 +15,25 @@ from torch.nn.functional import linear
 Shape = tuple[int, int]
 """Outputs and inputs of a linear layer."""
 
-Narrow = Mapping[Shape, int]
-"""For each shape whose product is ours, the rows from which the library's has the same bits."""
+InvariantShapes = Mapping[Shape, int]
+"""Shapes whose products are ours, and for each the rows from which the library's are the same."""
 
 
-@torch.library.custom_op("twinslot::narrow_linear", mutates_args=())
-def _narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
-    if not states.is_cuda or states.numel() // states.shape[-1] >= most_rows:
+@torch.library.custom_op("twinslot::batch_invariant_linear", mutates_args=())
+def _batch_invariant_linear(
+    states: Tensor, weight: Tensor, bias: Tensor | None, library_rows: int
+) -> Tensor:
+    if not states.is_cuda or states.numel() // states.shape[-1] >= library_rows:
         return linear(states, weight, bias)
     from rollout.kernels.batch_invariant_linear_triton import (
-        product,  # Triton is not there on every CPU
+        batch_invariant_linear,  # Triton is not there on every CPU
     )
 
-    return product(states, weight, bias)
+    return batch_invariant_linear(states, weight, bias)
 
 
-@_narrow_linear.register_fake
-def _(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
+@_batch_invariant_linear.register_fake
+def _(states: Tensor, weight: Tensor, bias: Tensor | None, library_rows: int) -> Tensor:
     return states.new_empty((*states.shape[:-1], len(weight)))
 
 
@@ -49,17 +52,19 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return for_states, for_weight, flat.sum(0) if ctx.has_bias else None, None
 
 
-_narrow_linear.register_autograd(_differentiate, setup_context=_save)
+_batch_invariant_linear.register_autograd(_differentiate, setup_context=_save)
 
 
-def narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int) -> Tensor:
+def batch_invariant_linear(
+    states: Tensor, weight: Tensor, bias: Tensor | None, library_rows: int
+) -> Tensor:
     """`linear(states, weight, bias)`, each row in one order of adding up.
 
     Args:
         states: `(..., inputs)`.
         weight: `(outputs, inputs)`.
         bias: `(outputs,)`.
-        most_rows: From so many rows on the library's product has the same bits.
+        library_rows: With so many rows and more the library's product has the same bits and runs.
 
     Returns:
         `(..., outputs)`, in autocast's dtype where there is one, as `linear` does it.
@@ -68,38 +73,47 @@ def narrow_linear(states: Tensor, weight: Tensor, bias: Tensor | None, most_rows
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     bias = None if bias is None else bias.to(dtype)
-    return _narrow_linear(states.to(dtype), weight.to(dtype), bias, most_rows)
+    return _batch_invariant_linear(states.to(dtype), weight.to(dtype), bias, library_rows)
 
 
-class NarrowLinear(nn.Linear):
-    """A linear layer that computes by `narrow_linear`."""
+def patch_forwards(base: nn.Module, shapes: InvariantShapes) -> Callable[[], None]:
+    """Let the trainer's linear layers of these shapes compute by `batch_invariant_linear`.
 
-    most_rows: int
+    Hooks, optimizers and adapters hold on to the trainer's modules, so these stay. Each gets a
+    `forward` of its own, before that of its class.
+
+    Returns:
+        What undoes it; a `forward` that a layer had of its own comes back.
+    """
+    before = {}
+    for layer in base.modules():
+        if type(layer) is nn.Linear and shape_of(layer) in shapes:
+            before[layer] = vars(layer).get("forward")
+            vars(layer)["forward"] = partial(_forward, layer, shapes[shape_of(layer)])
+
+    def undo() -> None:
+        for layer, forward in before.items():
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                vars(layer)["forward"] = forward
+
+    return undo
+
+
+def _forward(layer: nn.Linear, library_rows: int, input: Tensor) -> Tensor:
+    return batch_invariant_linear(input, layer.weight, layer.bias, library_rows)
+
+
+def shape_of(layer: nn.Linear) -> Shape:
+    """Outputs and inputs of a layer."""
+    return layer.weight.shape[0], layer.weight.shape[1]
+
+
+class BatchInvariantLinear(nn.Linear):
+    """A linear layer of the twin that computes by `batch_invariant_linear`."""
+
+    library_rows: int
 
     def forward(self, input: Tensor) -> Tensor:
         """What the layer itself would return."""
-        return narrow_linear(input, self.weight, self.bias, self.most_rows)
-
-
-def make_narrow(base: nn.Module, narrow: Narrow) -> None:
-    """Let a model's layers of these shapes compute by `narrow_linear`.
-
-    Args:
-        base: The trainer's model, or the twin's tree after `fuse`: layers that are part of a
-            group's product are left.
-        narrow: Shapes.
-    """
-    for layer in base.modules():
-        if type(layer) is nn.Linear:
-            shape = (layer.weight.shape[0], layer.weight.shape[1])
-            if shape in narrow:
-                layer.__class__ = NarrowLinear
-                layer.most_rows = narrow[shape]  # type: ignore[assignment]
-
-
-def make_plain(base: nn.Module) -> None:
-    """Take `make_narrow` back."""
-    for layer in base.modules():
-        if type(layer) is NarrowLinear:
-            del layer.most_rows
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
+        return batch_invariant_linear(input, self.weight, self.bias, self.library_rows)

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from rollout.kernels.custom_op import operator
+from rollout.kernels.custom_op import custom_op
 
 
 def _fake_mean(states: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     return states.mean(dim, keepdim)
 
 
-@operator(_fake_mean)
+@custom_op(_fake_mean)
 def mean(states: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     """`states.mean(dim, keepdim)`, by torch's kernel."""
     return states.mean(dim, keepdim)
@@ -21,15 +21,13 @@ def _fake_rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return states.new_empty(states.shape, dtype=dtype)
 
 
-@operator(_fake_rms_norm)
+@custom_op(_fake_rms_norm)
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * (states / sqrt(mean(states ** 2) + eps))` over the last dimension."""
     if states.is_cuda:
-        from rollout.kernels import (
-            rms_norm_triton as norm_triton,  # Triton is not there on every CPU
-        )
+        from rollout.kernels import rms_norm_triton as kernel  # Triton is not there on every CPU
 
-        return norm_triton.rms_norm(states, weight, eps)[0]
+        return kernel.rms_norm(states, weight, eps)[0]
     wide = states.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(states.dtype)
@@ -42,15 +40,15 @@ def _fake_add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
-@operator(_fake_add_rms_norm)
+@custom_op(_fake_add_rms_norm)
 def add_rms_norm(
     states: Tensor, added: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The sum of two, and its norm."""
     if states.is_cuda:
-        from rollout.kernels import rms_norm_triton as norm_triton  # as above
+        from rollout.kernels import rms_norm_triton as kernel  # as above
 
-        normed, total = norm_triton.rms_norm(states, weight, eps, added)
+        normed, total = kernel.rms_norm(states, weight, eps, added)
         return total, normed
     total = states + added
     return total, rms_norm(total, weight, eps)
@@ -64,21 +62,21 @@ def _fake_activation(states: Tensor, index: int) -> Tensor:
     return torch.empty_like(states)
 
 
-@operator(_fake_activation)
+@custom_op(_fake_activation)
 def activation(states: Tensor, index: int) -> Tensor:
     """What the activation of this number makes of `states`."""
     return activations[index](states)
 
 
-def _fake_silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+def _fake_silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@operator(_fake_silu_gate)
-def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+@custom_op(_fake_silu_and_mul)
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`."""
     if gate.is_cuda:
-        from rollout.kernels import silu_and_mul_triton as gate_triton  # as above
+        from rollout.kernels import silu_and_mul_triton as kernel  # as above
 
-        return gate_triton.silu_gate(gate, up)
+        return kernel.silu_and_mul(gate, up)
     return nn.functional.silu(gate) * up

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,7 +12,12 @@ from torch.nn.functional import linear
 
 from rollout.errors import UnsupportedModel
 from rollout.exact.attention import EXACT_ATTENTION
-from rollout.exact.linear import Narrow, Shape, make_narrow, make_plain, narrow_linear
+from rollout.exact.linear import (
+    InvariantShapes,
+    Shape,
+    batch_invariant_linear,
+    patch_forwards,
+)
 from rollout.support import base_of, configs_of, experts_of, has_layers
 
 logger = logging.getLogger(__name__)
@@ -27,7 +33,7 @@ _SIZES += (777, 1024, 2048, 3000, 4096, 8192, 9600, 16_384)
 _MOST_NUMBERS = 2**28
 
 
-def prepare_trainer(model: nn.Module, narrow: Narrow | None = None) -> Callable[[], None]:
+def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> Callable[[], None]:
     """Let the trainer's model compute what the rollout does.
 
     It attends by our kernel; positions count from a row's first real token, as they do in a
@@ -36,7 +42,7 @@ def prepare_trainer(model: nn.Module, narrow: Narrow | None = None) -> Callable[
 
     Args:
         model: The trainer's model, perhaps with PEFT adapters.
-        narrow: Layers whose products are ours, as `make_exact` found them.
+        shapes: Layers whose products are ours, as `batch_invariant_shapes` found them.
 
     Returns:
         What undoes it.
@@ -50,28 +56,34 @@ def prepare_trainer(model: nn.Module, narrow: Narrow | None = None) -> Callable[
         raise UnsupportedModel(
             f"{name} has dropout, and a rollout has none; set it to 0, or on_policy='close'"
         )
-    before = [(config, config._attn_implementation) for config in configs_of(base)]
-    base.set_attn_implementation(EXACT_ATTENTION)
-    for config, _ in before:
-        config._attn_implementation = EXACT_ATTENTION
+    undo = ExitStack()
+    undo.callback(_use_exact_attention(base))
     backbone = getattr(base, base.base_model_prefix)
     hook = backbone.register_forward_pre_hook(_count_positions, with_kwargs=True)
+    undo.callback(hook.remove)
     library = _prefer_cublaslt(base)
-    make_narrow(base, narrow or {})
+    if library is not None:
+        undo.callback(torch.backends.cuda.preferred_blas_library, library)
+    undo.callback(patch_forwards(base, shapes or {}))
     logger.warning(
         "on_policy='exact': the trainer's model now attends by %s and counts positions from a "
         "row's first real token%s; detach() undoes it",
         EXACT_ATTENTION,
         "" if library is None else ", and products go through cuBLASLt or are never split",
     )
+    return undo.close
+
+
+def _use_exact_attention(base: Any) -> Callable[[], None]:
+    """Let each attention layer attend by our kernel; what undoes it."""
+    before = [(config, config._attn_implementation) for config in configs_of(base)]
+    base.set_attn_implementation(EXACT_ATTENTION)
+    for config, _ in before:
+        config._attn_implementation = EXACT_ATTENTION
 
     def undo() -> None:
-        make_plain(base)
         for config, attention in before:
             config._attn_implementation = attention
-        hook.remove()
-        if library is not None:
-            torch.backends.cuda.preferred_blas_library(library)
 
     return undo
 
@@ -102,7 +114,7 @@ def _prefer_cublaslt(base: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def batch_invariant_shapes(base: nn.Module) -> Narrow:
+def batch_invariant_shapes(base: nn.Module) -> InvariantShapes:
     """See that a row of a product has the same bits whatever the number of rows.
 
     Each distinct shape of linear layer, the twin's fused ones and the trainer's own, is run at
@@ -124,15 +136,15 @@ def batch_invariant_shapes(base: nn.Module) -> Narrow:
     _prefer_cublaslt(base)
     _check_quantised(base)
     _check_experts(base, device)
-    found: dict[Shape, int] = {}
+    shapes: dict[Shape, int] = {}
     for (shape, dtype), name in _products(base).items():
-        most_rows = _most_rows(shape, dtype, device)
-        if most_rows is not None:
-            found[shape] = max(most_rows, found.get(shape, 0))
-            rows = "any number of" if most_rows == sys.maxsize else f"up to {most_rows - 1}"
+        library_rows = _library_rows(shape, dtype, device)
+        if library_rows is not None:
+            shapes[shape] = max(library_rows, shapes.get(shape, 0))
+            rows = "any number of" if library_rows == sys.maxsize else f"up to {library_rows - 1}"
             text = "products like that of %s, %s, are split by their size: of %s rows ours run"
             logger.info(text, name, shape, rows)
-    return found
+    return shapes
 
 
 def _check_quantised(base: nn.Module) -> None:
@@ -152,7 +164,7 @@ def _check_experts(base: nn.Module, device: torch.device) -> None:
                 "round by the number of rows; load the model in bfloat16, or on_policy='close'"
             )
     for (shape, dtype), name in _routers(base).items():
-        if _most_rows(shape, dtype, device) is not None:
+        if _library_rows(shape, dtype, device) is not None:
             raise UnsupportedModel(
                 f"{name} chooses among {shape[0]} experts by a product that cuBLASLt splits by the "
                 "number of rows; on_policy='close' runs it"
@@ -161,29 +173,29 @@ def _check_experts(base: nn.Module, device: torch.device) -> None:
 
 def _routers(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
     """What multiplies by a matrix and is no linear layer, and the first module that does."""
-    found: dict[tuple[Shape, torch.dtype], str] = {}
+    routers: dict[tuple[Shape, torch.dtype], str] = {}
     for name, module in base.named_modules():
         weight = module._parameters.get("weight")
         other = not isinstance(module, nn.Linear | nn.Embedding)
         if other and weight is not None and weight.dim() == 2:
-            found.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
-    return found
+            routers.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
+    return routers
 
 
 def _products(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
     """What is multiplied by, alone as the trainer does and by groups, and the first layer to."""
-    found: dict[tuple[Shape, torch.dtype], str] = {}
+    products: dict[tuple[Shape, torch.dtype], str] = {}
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear):
-            group = getattr(getattr(module, "product", None), "weight", None)
-            for weight in (module.weight, group):
+            group = getattr(module, "group", None)  # the twin's projections
+            for weight in (module.weight, getattr(group, "weight", None)):
                 if weight is not None and weight.dtype.is_floating_point:
-                    found.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
-    return found
+                    products.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
+    return products
 
 
-def _most_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> int | None:
-    """Up to how many rows a product must be ours; `None`: the library's has one order."""
+def _library_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> int | None:
+    """Rows from which on the library's bits are ours; `None`: it is batch-invariant itself."""
     generator = torch.Generator(device).manual_seed(0)
     outputs, inputs = shape
     sizes = [size for size in _SIZES if size * outputs <= _MOST_NUMBERS]
@@ -193,6 +205,6 @@ def _most_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> int | 
     unequal = [s for s in sizes if not torch.equal(linear(states[:s], weight), wanted[:s])]
     if not unequal:
         return None
-    ours = narrow_linear(states[: sizes[0]], weight, None, sys.maxsize)
+    ours = batch_invariant_linear(states[: sizes[0]], weight, None, sys.maxsize)
     alike = torch.equal(ours, wanted[: sizes[0]])
     return 2 * max(unequal) if alike else sys.maxsize

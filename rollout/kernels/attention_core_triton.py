@@ -1,12 +1,17 @@
-"""The inner function of attention in Triton, shared by every kernel that attends.
+"""The inner loop of attention in Triton, shared by decode, prefill and the trainer's forward.
 
-What a query gets depends on its row's keys alone, counted from the row's first token: blocks of one
-size are folded one after the other into splits of one size, and the splits in order. Decode,
-prefill and the trainer's forward do so by these functions, so they agree to the last bit. For that
-- each fused multiply-add is named: a compiler left to itself contracts here and not there;
-- weights are summed by the matrix unit, which adds in the same order whatever the tile: the order
-  of `tl.sum` follows the number of warps;
-- a block that a query does not see changes nothing: its weights are 0, and its peak is no higher.
+A query's result depends on its own sequence alone. Keys are counted from the sequence's first
+token: blocks of one size are added to splits of one size, and the splits are merged, all in order.
+Every caller uses these functions, so all of them agree to the last bit. That needs three things:
+- Each fused multiply-add is written out: left alone, the compiler fuses in one kernel and not in
+  another.
+- The matrix unit sums the weights, in the same order for every tile. The order of `tl.sum` depends
+  on the number of warps.
+- A block that a query does not see changes nothing: its weights are 0 and its maximum is no higher.
+
+Names are flash attention's: `m_i` is the running maximum of the scores, `l_i` the sum of the
+weights `exp2(score - m_i)`, `acc` the weighted sum of the values, and `alpha` rescales both sums
+when `m_i` rises. `lse` is `m_i + log2(l_i)`.
 """
 
 import math
@@ -15,136 +20,140 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
-_ONES = tl.constexpr(16)  # columns of ones: the least that a matrix unit's product can have
+_ONES = tl.constexpr(16)  # columns of ones: the narrowest product that the matrix unit computes
 
 
 @triton.jit
-def _load(places, tokens, limit, DIM: tl.constexpr, DIM_PAD: tl.constexpr, EDGE: tl.constexpr):
-    """Load keys or values, `(BLOCK, DIM_PAD)`, zeros where there are none."""
+def _load_kv(pointers, tokens, limit, DIM: tl.constexpr, DIM_PAD: tl.constexpr, EDGE: tl.constexpr):
+    """Load keys or values, `(BLOCK, DIM_PAD)`; zeros from token `limit` and dimension `DIM` on."""
     dims = tl.arange(0, DIM_PAD)
     if EDGE and DIM != DIM_PAD:
-        return tl.load(places, mask=(tokens < limit)[:, None] & (dims < DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=(tokens < limit)[:, None] & (dims < DIM)[None, :], other=0.0)
     elif EDGE:
-        return tl.load(places, mask=(tokens < limit)[:, None], other=0.0)
+        return tl.load(pointers, mask=(tokens < limit)[:, None], other=0.0)
     elif DIM != DIM_PAD:
-        return tl.load(places, mask=(dims < DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
     else:
-        return tl.load(places)
+        return tl.load(pointers)
 
 
 @triton.jit
-def _places(
-    row, start, limit, page_stride, token_stride,
+def _kv_offsets(
+    pages, start, limit, page_stride, token_stride,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Where keys `[start, start + BLOCK)` of a row lie.
+    """Offsets of keys `[start, start + BLOCK)` of a sequence, int64, `(BLOCK,)`.
 
-    `row` points to the row's page ids; with `PAGE` 0 keys are packed, and it is the first one.
+    `pages` points to the sequence's page ids. With `PAGE` 0 keys are packed, and `pages` is the
+    index of the sequence's first one.
     """
     tokens = start + tl.arange(0, BLOCK)
     if PAGE == 0:
-        return (row + tokens) * token_stride
+        return (pages + tokens) * token_stride
     elif PAGE % BLOCK == 0:
-        page = tl.load(row + start // PAGE).to(tl.int64)
+        page = tl.load(pages + start // PAGE).to(tl.int64)
         return page * page_stride + (start % PAGE + tl.arange(0, BLOCK)) * token_stride
     else:
-        there = tokens < limit if EDGE else tokens >= 0
-        pages = tl.load(row + tokens // PAGE, mask=there, other=0).to(tl.int64)
-        return pages * page_stride + (tokens % PAGE) * token_stride
+        mask = tokens < limit if EDGE else tokens >= 0
+        page = tl.load(pages + tokens // PAGE, mask=mask, other=0).to(tl.int64)
+        return page * page_stride + (tokens % PAGE) * token_stride
 
 
 @triton.jit
 def _attend_block(
-    query, K, V, places, start, limit, last, window, scale, softcap, peak, total, mixed,
+    query, K, V, kv_offsets, start, limit, positions, window, scale, softcap, m_i, l_i, acc,
     BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys `[start, start + BLOCK)` into the running softmax of each query.
+    """Add keys `[start, start + BLOCK)` to each query's softmax state: `m_i`, `l_i` and `acc`.
 
     Without `EDGE` every query sees every key of the block.
     """
     tokens = start + tl.arange(0, BLOCK)
-    offsets = places[:, None] + tl.arange(0, DIM_PAD)[None, :]
-    keys = _load(K + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
+    offsets = kv_offsets[:, None] + tl.arange(0, DIM_PAD)[None, :]
+    keys = _load_kv(K + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if HAS_SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap)) + 1.0))
         scale = LOG2E
     if EDGE:
-        visible = tokens[None, :] <= last[:, None]
+        visible = tokens[None, :] <= positions[:, None]
         if HAS_WINDOW:
-            visible = visible & (tokens[None, :] > last[:, None] - window)
+            visible = visible & (tokens[None, :] > positions[:, None] - window)
         scores = tl.where(visible, scores, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-    # A query that has seen no key yet keeps a peak of -inf, and -inf - -inf is no number.
-    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak) if EDGE else new_peak
-    weights = tl.exp2(tl.fma(scores, scale, -anchor[:, None]))
-    fade = tl.exp2(peak - anchor)[:, None]
-    values = _load(V + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
+    m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+    # A query that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
+    shift = tl.where(m_new == -float("inf"), 0.0, m_new) if EDGE else m_new
+    weights = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
+    alpha = tl.exp2(m_i - shift)[:, None]
+    values = _load_kv(V + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
     weights = weights.to(values.dtype)
     ones = tl.full([BLOCK, _ONES], 1.0, values.dtype)
-    total = tl.dot(weights, ones, total * fade, input_precision="ieee")
-    mixed = tl.dot(weights, values, mixed * fade, input_precision="ieee")
-    return new_peak, total, mixed
+    l_i = tl.dot(weights, ones, l_i * alpha, input_precision="ieee")
+    acc = tl.dot(weights, values, acc * alpha, input_precision="ieee")
+    return m_new, l_i, acc
 
 
 @triton.jit
 def attend_split(
-    query, K, V, row, page_stride, token_stride, first, full, stop, last, window, scale, softcap,
+    query, K, V, pages, page_stride, token_stride, first, full, stop, positions, window, scale,
+    softcap,
     QUERIES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend over keys `[first, stop)`, of which every query sees those below `full`.
 
-    `query` is `(QUERIES, DIM_PAD)`, `row` as in `_places`; `first` and `full`, not below it, are
-    multiples of `BLOCK`; `last` is the position of each query, `(QUERIES,)`; `scale` turns scores
-    into logarithms to base 2.
+    `query` is `(QUERIES, DIM_PAD)` and `positions` the queries' positions, `(QUERIES,)`. `pages` is
+    as in `_kv_offsets`. `first` and `full` are multiples of `BLOCK`, `first <= full`. `scale`
+    includes `log2(e)`: weights are powers of 2.
 
-    Returns the mean of the values by weight, `(QUERIES, DIM_PAD)`, and the logarithm to base 2 of
-    the sum of weights, `(QUERIES,)`; zeros and -inf where a query sees no key.
+    Returns the attention output over these keys, float32, `(QUERIES, DIM_PAD)`, and its `lse` to
+    base 2, float32, `(QUERIES,)`; zeros and -inf where a query sees no key.
     """
-    peak = tl.full([QUERIES], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES, _ONES], tl.float32)
-    mixed = tl.zeros([QUERIES, DIM_PAD], tl.float32)
+    m_i = tl.full([QUERIES], -float("inf"), tl.float32)
+    l_i = tl.zeros([QUERIES, _ONES], tl.float32)
+    acc = tl.zeros([QUERIES, DIM_PAD], tl.float32)
     for start in range(first, tl.minimum(full, stop), BLOCK):
-        places = _places(
-            row, start, stop, page_stride, token_stride, PAGE, BLOCK, EDGE=HAS_WINDOW
+        kv_offsets = _kv_offsets(
+            pages, start, stop, page_stride, token_stride, PAGE, BLOCK, EDGE=HAS_WINDOW
         )  # fmt: skip
-        peak, total, mixed = _attend_block(
-            query, K, V, places, start, stop, last, window, scale, softcap, peak, total, mixed,
+        m_i, l_i, acc = _attend_block(
+            query, K, V, kv_offsets, start, stop, positions, window, scale, softcap, m_i, l_i, acc,
             BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP, EDGE=HAS_WINDOW,
         )  # fmt: skip
     for start in range(full, stop, BLOCK):
-        places = _places(row, start, stop, page_stride, token_stride, PAGE, BLOCK, EDGE=True)
-        peak, total, mixed = _attend_block(
-            query, K, V, places, start, stop, last, window, scale, softcap, peak, total, mixed,
+        kv_offsets = _kv_offsets(
+            pages, start, stop, page_stride, token_stride, PAGE, BLOCK, EDGE=True
+        )  # fmt: skip
+        m_i, l_i, acc = _attend_block(
+            query, K, V, kv_offsets, start, stop, positions, window, scale, softcap, m_i, l_i, acc,
             BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP, EDGE=True,
         )  # fmt: skip
-    weight = tl.max(total, 1)  # every column holds it
+    weight = tl.max(l_i, 1)  # all columns are equal
     seen = weight > 0.0
-    mean = mixed / tl.where(seen, weight, 1.0)[:, None]
-    return mean, tl.where(seen, peak + tl.log2(weight), -float("inf"))
+    out = acc / tl.where(seen, weight, 1.0)[:, None]
+    return out, tl.where(seen, m_i + tl.log2(weight), -float("inf"))
 
 
 @triton.jit
-def fold(lse, mean, split_lse, split_mean):
-    """Add a split to those before it; both are means with the logarithm of their weights."""
-    peak = tl.maximum(lse, split_lse)
-    anchor = tl.where(peak == -float("inf"), 0.0, peak)
-    before, here = tl.exp2(lse - anchor), tl.exp2(split_lse - anchor)
-    total = before + here
+def merge_states(lse, out, split_lse, split_out):
+    """Merge the attention state of a split into that of the splits before it."""
+    m_i = tl.maximum(lse, split_lse)
+    shift = tl.where(m_i == -float("inf"), 0.0, m_i)
+    weight, split_weight = tl.exp2(lse - shift), tl.exp2(split_lse - shift)
+    l_i = weight + split_weight
     # Where one side has no weight, the other stays as it is, to the last bit.
-    share = tl.where(total > 0.0, here / tl.where(total > 0.0, total, 1.0), 0.0)[:, None]
-    mean = tl.fma(split_mean - mean, share, mean)
-    return tl.where(total > 0.0, anchor + tl.log2(total), -float("inf")), mean
+    share = tl.where(l_i > 0.0, split_weight / tl.where(l_i > 0.0, l_i, 1.0), 0.0)[:, None]
+    out = tl.fma(split_out - out, share, out)
+    return tl.where(l_i > 0.0, shift + tl.log2(l_i), -float("inf")), out
 
 
 @triton.jit
-def add_sink(lse, mean, sink):
-    """Give a sink, which has no value, its weight."""
+def add_sink(lse, out, sink):
+    """Add an attention sink: a score that takes weight and has no value."""
     sink = sink.to(tl.float32) * LOG2E
-    peak = tl.maximum(lse, sink)
-    weight = tl.exp2(lse - peak)
-    total = weight + tl.exp2(sink - peak)
-    return peak + tl.log2(total), mean * (weight / total)[:, None]
+    m_i = tl.maximum(lse, sink)
+    weight = tl.exp2(lse - m_i)
+    l_i = weight + tl.exp2(sink - m_i)
+    return m_i + tl.log2(l_i), out * (weight / l_i)[:, None]

@@ -1,7 +1,9 @@
-"""Causal attention over rows of one length by cuDNN, and its backward.
+"""Causal attention over sequences of one length by cuDNN, and its backward.
 
-On Hopper cuDNN takes half the time of torch's own flash kernels. It makes a plan for each new
-length, which takes a tenth of a second, so it serves where lengths recur.
+On Hopper cuDNN takes half the time of torch's flash kernels. It builds a plan for each new length,
+which takes 0.1 s, so it pays where lengths recur.
+
+Shape letters: N sequences, T packed tokens, H query heads, K key/value heads, D head size.
 """
 
 import torch
@@ -9,12 +11,7 @@ from torch import Tensor
 
 
 def serves(query_THD: Tensor, window: int | None) -> bool:
-    """Whether cuDNN knows such heads, and is faster than flash on this GPU.
-
-    Args:
-        query_THD: Queries that `flash.serves`.
-        window: Tokens a query sees. `None`: all.
-    """
+    """Whether cuDNN supports these queries, which `flash.serves`, and is faster on this GPU."""
     hopper = torch.cuda.get_device_capability(query_THD.device) >= (9, 0)
     return hopper and window is None and query_THD.shape[-1] <= 128 and _enabled()
 
@@ -22,14 +19,7 @@ def serves(query_THD: Tensor, window: int | None) -> bool:
 def attend_rows(
     query_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, num_rows: int, scale: float
 ) -> Tensor:
-    """Attend within rows that lie one behind the other, all equally long.
-
-    Args:
-        query_THD: Queries, 16 bit.
-        keys_TKD: Keys of the same tokens.
-        values_TKD: Values of the same tokens.
-        num_rows: Rows.
-        scale: Multiplies the scores.
+    """Attend within each of `num_rows` packed sequences of equal length; inputs are 16 bit.
 
     Returns:
         `(T, H, D)`.
@@ -39,7 +29,7 @@ def attend_rows(
     output, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *states,
         None,  # bias
-        False,  # logarithms
+        False,  # logsumexp
         0.0,  # dropout
         True,  # causal
         scale=scale,
@@ -58,38 +48,38 @@ def backward_rows(
     *,
     scale: float,
 ) -> list[Tensor]:
-    """Gradients of queries, keys and values, from any forward's output and logarithms.
+    """Gradients of queries, keys and values, from the output and logsumexp of any forward.
 
     Args:
         gradient_THD: Gradient of the output.
-        query_THD: Queries, 16 bit, of N equally long rows.
+        query_THD: Queries, 16 bit, of N sequences of equal length, padding included.
         keys_TKD: Keys.
         values_TKD: Values.
-        output_THD: What attention gave, 0 for padding.
+        output_THD: Output of attention, 0 for padding.
         lse_HT: Natural logarithm of each query's sum of weights, float32, inf for padding.
-        first_N: First real token of each row; what is before it is padding, like what follows the
-            last one.
+        first_N: Packed index of the first real token of each sequence, int64. Tokens before it,
+            and those after the last real one, are padding.
         scale: Multiplies the scores.
     """
     num_rows, num_tokens = len(first_N), len(query_THD) // len(first_N)
-    # Every row is turned until its padding stands at the end, where no real query sees it.
+    # Rotate each sequence until all padding is at its end, where no real query sees it.
     steps = torch.arange(num_tokens, device=first_N.device)
     bases = torch.arange(num_rows, device=first_N.device)[:, None] * num_tokens
     order = (bases + (first_N[:, None] - bases + steps) % num_tokens).flatten()
 
-    def turned(states_TXD: Tensor) -> Tensor:
+    def rotated(states_TXD: Tensor) -> Tensor:
         return _heads_first(states_TXD[order].unflatten(0, (num_rows, num_tokens)))
 
     lse_NHT1 = lse_HT[:, order].unflatten(1, (num_rows, num_tokens)).transpose(0, 1)[..., None]
     unused = order.new_zeros(())
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        turned(gradient_THD),
-        turned(query_THD),
-        turned(keys_TKD),
-        turned(values_TKD),
-        turned(output_THD),
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        rotated(gradient_THD),
+        rotated(query_THD),
+        rotated(keys_TKD),
+        rotated(values_TKD),
+        rotated(output_THD),
         lse_NHT1.contiguous(),
-        unused,  # seed of dropout
+        unused,  # random state of dropout
         unused,
         None,  # bias
         None,
@@ -100,7 +90,7 @@ def backward_rows(
         True,  # causal
         scale=scale,
     )
-    flat = (_heads_first(gradient).flatten(0, 1) for gradient in found)
+    flat = (_heads_first(gradient).flatten(0, 1) for gradient in gradients)
     return [torch.empty_like(gradient).index_copy_(0, order, gradient) for gradient in flat]
 
 

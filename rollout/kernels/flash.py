@@ -1,4 +1,7 @@
-"""Causal attention over whole packed sequences by torch's own flash kernels, and its backward."""
+"""Causal attention over packed sequences by torch's flash kernels, and its backward.
+
+Shape letters: N sequences, T packed tokens, H query heads, K key/value heads, D head size.
+"""
 
 import torch
 from torch import Tensor
@@ -7,10 +10,10 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def serves(query_THD: Tensor, softcap: float | None, sinks_H: Tensor | None) -> bool:
-    """Whether the kernel knows such heads and scores, and the GPU knows the kernel."""
-    known = query_THD.dtype in _DTYPES and query_THD.shape[-1] % 8 == 0
+    """Whether the kernels support these queries, this kind of attention and this GPU."""
+    supported = query_THD.dtype in _DTYPES and query_THD.shape[-1] % 8 == 0
     plain = softcap is None and sinks_H is None
-    return known and plain and torch.cuda.get_device_capability(query_THD.device) >= (8, 0)
+    return supported and plain and torch.cuda.get_device_capability(query_THD.device) >= (8, 0)
 
 
 def attend_packed(
@@ -23,13 +26,13 @@ def attend_packed(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attend within each of N sequences that lie one behind the other.
+    """Attend within each of N packed sequences.
 
     Args:
         query_THD: Queries, 16 bit.
         keys_TKD: Keys of the same tokens.
         values_TKD: Values of the same tokens.
-        starts_N: First token of each sequence, int64; the last one ends with the tokens.
+        starts_N: Packed index of each sequence's first token, int64. Sequences leave no gap.
         longest: Tokens of the longest sequence.
         scale: Multiplies the scores.
         window: Tokens a query sees, itself included. `None`: all.
@@ -39,6 +42,8 @@ def attend_packed(
     """
     num_tokens = starts_N.new_full((1,), len(query_THD))
     bounds = torch.cat([starts_N, num_tokens]).int()
+    # Not the public `varlen_attn`: for grouped heads torch 2.13 demands `enable_gqa`, which 2.11
+    # lacks; and each call adds a `zeros` kernel and the checks of `torch.library.custom_op`.
     output, *_ = torch.ops.aten._flash_attention_forward(
         query_THD,
         keys_TKD,
@@ -69,17 +74,17 @@ def backward_packed(
     scale: float,
     window: int | None = None,
 ) -> list[Tensor]:
-    """Gradients of queries, keys and values, from any forward's output and logarithms.
+    """Gradients of queries, keys and values, from the output and logsumexp of any forward.
 
     Args:
         gradient_THD: Gradient of the output.
         query_THD: Queries, 16 bit.
         keys_TKD: Keys.
         values_TKD: Values.
-        output_THD: What attention gave.
-        lse_HT: Natural logarithm of each query's sum of weights, float32; inf takes a query out.
-        bounds: Where each sequence begins, and where the last one ends.
-        longest: No sequence has more tokens.
+        output_THD: Output of attention.
+        lse_HT: Natural logarithm of each query's sum of weights, float32; inf excludes a query.
+        bounds: Packed index where each sequence begins, and where the last one ends, `(N + 1,)`.
+        longest: At least the tokens of the longest sequence.
         scale: Multiplies the scores.
         window: Tokens a query sees, itself included. `None`: all.
     """

@@ -1,4 +1,4 @@
-"""Attention over keys and values that lie in pages, in plain torch.
+"""Attention over keys and values in KV pages, in plain torch.
 
 Shape letters: N sequences, Q queries a sequence, C context tokens, T packed tokens, H query heads,
 K key/value heads, D head size, P pages, S tokens a page.
@@ -17,7 +17,7 @@ def store_kv(
     cache: tuple[Tensor, Tensor],
     places: tuple[Tensor, Tensor],
 ) -> None:
-    """Write packed keys and values into their places in the cache.
+    """Write packed keys and values to their pages.
 
     Args:
         keys_TKD: New keys.
@@ -37,7 +37,7 @@ def gather_kv(
     Args:
         cache: A layer's keys and values, each `(P, S, K, D)`.
         page_table_NP: Page ids of each sequence in token order, int64.
-        context: Tokens to read. Entries past a sequence's own end are whatever lies there.
+        context: Tokens to read. Those past a sequence's own end are arbitrary.
 
     Returns:
         Keys and values, each `(N, C, K, D)`.
@@ -64,13 +64,13 @@ def attend(
 
     Args:
         query_NQHD: Queries.
-        keys_NCKD: Keys from position 0 on. What lies past a query's position has no influence.
+        keys_NCKD: Keys from position 0 on. Those past a query's position have no influence.
         values_NCKD: Values.
         positions_NQ: Position of each query, int64.
         scale: Multiplies the scores.
         window: A query sees its own token and the `window - 1` before it. `None`: all.
         softcap: Scores become `softcap * tanh(scores / softcap)` (Gemma 2).
-        sinks_H: A score of each head that takes weight and has no value (gpt-oss).
+        sinks_H: Each head's attention sink: a score that takes weight and has no value (gpt-oss).
 
     Returns:
         `(N, Q, H, D)` in the query's dtype.
@@ -81,21 +81,21 @@ def attend(
     visible_NQC = key_positions <= positions_NQ[..., None]
     if window is not None:
         visible_NQC &= key_positions > positions_NQ[..., None] - window
-    # A value that nobody may see can be NaN, and 0 * NaN is NaN: take it out before the product.
-    reached_NC11 = visible_NQC.any(dim=1)[..., None, None]
-    wide = torch.promote_types(query_NQHD.dtype, torch.float32)
-    values = torch.where(reached_NC11, values_NCKD, 0.0).to(wide).permute(0, 2, 1, 3)
-    keys = keys_NCKD.to(wide).permute(0, 2, 3, 1)
-    # A group's query heads share a key head: they are rows of one product.
-    query = query_NQHD.to(wide).unflatten(2, (num_kv_heads, -1))
+    # A value that no query sees can be NaN, and 0 * NaN is NaN: zero it before the product.
+    seen_NC11 = visible_NQC.any(dim=1)[..., None, None]
+    dtype = torch.promote_types(query_NQHD.dtype, torch.float32)
+    values = torch.where(seen_NC11, values_NCKD, 0.0).to(dtype).permute(0, 2, 1, 3)
+    keys = keys_NCKD.to(dtype).permute(0, 2, 3, 1)
+    # Query heads that share a key head are rows of one product.
+    query = query_NQHD.to(dtype).unflatten(2, (num_kv_heads, -1))
     query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (query @ keys * scale).unflatten(2, (-1, num_queries))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible_NQC[:, None, None], float("-inf"))
     if sinks_H is not None:
-        sinks = sinks_H.to(wide).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
-    mixed = scores.softmax(dim=-1)[..., :context].flatten(2, 3) @ values
-    output = mixed.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
+    output = scores.softmax(dim=-1)[..., :context].flatten(2, 3) @ values
+    output = output.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
     return output.reshape(num_seqs, num_queries, num_heads, head_dim).to(query_NQHD.dtype)

@@ -1,4 +1,8 @@
-"""Attention in Triton, of one query a row or of runs of them; defined by `paged_attention`."""
+"""Paged attention in Triton: decode, and runs of tokens; defined by `paged_attention`.
+
+Shape letters: R decode rows, N runs, T packed tokens, L lanes, H query heads, K key/value heads,
+D head size, P pages.
+"""
 
 from typing import Any
 
@@ -7,18 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.attention_core_triton import LOG2E, add_sink, attend_split, fold
+from rollout.kernels.attention_core_triton import LOG2E, add_sink, attend_split, merge_states
 from rollout.kernels.paged_attention import SPLIT_TOKENS
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 # Fastest of those tried on an H200; see examples/README.md.
 _QUERY_BLOCK = 64
 _DECODE = {"num_warps": 2, "num_stages": 3}
 _PREFILL = {"num_warps": 4, "num_stages": 2}
-_MIN_DOT_ROWS = 16  # the least that a side of a matrix unit's product can have
+_MIN_DOT_ROWS = 16  # the matrix unit takes no smaller side
 
 
-# One compilation for all contexts: whether 16 divides the splits is of no use here.
+# Compiled once for all contexts: Triton would specialise on whether 16 divides `num_splits`.
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
     Q, K, V, TABLE, LANES, POSITIONS, SINKS, OUT, LSE,
@@ -27,9 +31,10 @@ def _decode_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     SPLIT: tl.constexpr, IN_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
+    """Attend with the query heads of one row that share a key/value head, over one split."""
+    gdc_wait(PDL)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(POSITIONS + row)
     first = split * SPLIT
@@ -38,39 +43,39 @@ def _decode_kernel(
         first = tl.maximum(first, (position - window + 1) // BLOCK * BLOCK)
     if first >= stop:
         return
-    table = TABLE + tl.load(LANES + row) * table_stride
+    pages = TABLE + tl.load(LANES + row) * table_stride
     heads = kv_head * GROUP + tl.arange(0, GROUP_PAD)
-    there = tl.arange(0, GROUP_PAD) < GROUP
+    head_mask = tl.arange(0, GROUP_PAD) < GROUP
     dims = tl.arange(0, DIM_PAD)
-    mine = there[:, None] & (dims < DIM)[None, :]
+    mask = head_mask[:, None] & (dims < DIM)[None, :]
     at = row.to(tl.int64) * HEADS + heads
-    query = tl.load(Q + at[:, None] * DIM + dims[None, :], mask=mine, other=0.0)
-    last = tl.zeros([GROUP_PAD], tl.int64) + position
+    query = tl.load(Q + at[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+    positions = tl.zeros([GROUP_PAD], tl.int64) + position
     K, V = K + kv_head * head_stride, V + kv_head * head_stride
     full = first + (stop - first) // BLOCK * BLOCK
-    mean, lse = attend_split(
-        query, K, V, table, page_stride, token_stride, first, full, stop, last, window, scale,
+    out, lse = attend_split(
+        query, K, V, pages, page_stride, token_stride, first, full, stop, positions, window, scale,
         softcap, GROUP_PAD, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
     if IN_SPLITS:
         part = at * num_splits + split
-        tl.store(OUT + part[:, None] * DIM + dims[None, :], mean, mask=mine)
-        tl.store(LSE + part, lse, mask=there)
+        tl.store(OUT + part[:, None] * DIM + dims[None, :], out, mask=mask)
+        tl.store(LSE + part, lse, mask=head_mask)
     else:
         if HAS_SINKS:
-            lse, mean = add_sink(lse, mean, tl.load(SINKS + heads, mask=there, other=0.0))
-        output = mean.to(OUT.dtype.element_ty)
-        tl.store(OUT + at[:, None] * DIM + dims[None, :], output, mask=mine)
+            lse, out = add_sink(lse, out, tl.load(SINKS + heads, mask=head_mask, other=0.0))
+        out = out.to(OUT.dtype.element_ty)
+        tl.store(OUT + at[:, None] * DIM + dims[None, :], out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def _add_splits_kernel(
+def _merge_splits_kernel(
     PARTS, LSE, POSITIONS, SINKS, OUT, window, num_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Fold a head's splits in order, so that their number in the graph changes no bit."""
-    follow(EARLY)
+    """Merge a head's splits in order, only those it has: `num_splits` changes no bit."""
+    gdc_wait(PDL)
     at = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + at // HEADS)
     dims = tl.arange(0, DIM_PAD)[None, :]
@@ -78,14 +83,14 @@ def _add_splits_kernel(
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(position - window + 1, 0) // SPLIT
-    lse, mean = tl.full([1], -float("inf"), tl.float32), tl.zeros([1, DIM_PAD], tl.float32)
+    lse, out = tl.full([1], -float("inf"), tl.float32), tl.zeros([1, DIM_PAD], tl.float32)
     for split in range(begin, position // SPLIT + 1):
         part = at * num_splits + split
-        split_mean = tl.load(PARTS + part * DIM + dims, mask=dims < DIM, other=0.0)
-        lse, mean = fold(lse, mean, tl.load(LSE + part + one), split_mean)
+        split_out = tl.load(PARTS + part * DIM + dims, mask=dims < DIM, other=0.0)
+        lse, out = merge_states(lse, out, tl.load(LSE + part + one), split_out)
     if HAS_SINKS:
-        lse, mean = add_sink(lse, mean, tl.load(SINKS + at % HEADS + one))
-    tl.store(OUT + at * DIM + dims, mean.to(OUT.dtype.element_ty), mask=dims < DIM)
+        lse, out = add_sink(lse, out, tl.load(SINKS + at % HEADS + one))
+    tl.store(OUT + at * DIM + dims, out.to(OUT.dtype.element_ty), mask=dims < DIM)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -98,7 +103,8 @@ def _runs_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    # The longest tiles first, so that short ones fill the gaps at the end.
+    """Attend with one head of `QUERIES` consecutive tokens of one run."""
+    # The longest tiles run first, so that short ones fill the gaps at the end.
     head, run = tl.program_id(0), tl.program_id(1)
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
     lane = tl.load(RUNS + run * 4)
@@ -107,36 +113,36 @@ def _runs_kernel(
     first_position = tl.load(RUNS + run * 4 + 3)
     if tile * QUERIES >= count:
         return
-    row = packed_start if PAGE == 0 else TABLE + lane * table_stride
+    pages = packed_start if PAGE == 0 else TABLE + lane * table_stride
     index = tile * QUERIES + tl.arange(0, QUERIES)
-    there = index < count
+    query_mask = index < count
     dims = tl.arange(0, DIM_PAD)
-    mine = there[:, None] & (dims < DIM)[None, :]
+    mask = query_mask[:, None] & (dims < DIM)[None, :]
     at = ((packed_start + index) * HEADS + head)[:, None] * DIM + dims[None, :]
-    query = tl.load(Q + at, mask=mine, other=0.0)
-    last = first_position + index
-    newest = first_position + tile * QUERIES  # of the tile's first query; it sees that many and one
+    query = tl.load(Q + at, mask=mask, other=0.0)
+    positions = first_position + index
+    tile_position = first_position + tile * QUERIES  # of the tile's first query
     stop = first_position + tl.minimum(tile * QUERIES + QUERIES, count)
     first = tl.zeros([], tl.int64)
     if HAS_WINDOW:
-        first = tl.maximum(newest - window + 1, 0) // BLOCK * BLOCK
+        first = tl.maximum(tile_position - window + 1, 0) // BLOCK * BLOCK
     K, V = K + (head // GROUP) * head_stride, V + (head // GROUP) * head_stride
     lse = tl.full([QUERIES], -float("inf"), tl.float32)
-    mean = tl.zeros([QUERIES, DIM_PAD], tl.float32)
+    out = tl.zeros([QUERIES, DIM_PAD], tl.float32)
     for split in range(first // SPLIT, (stop - 1) // SPLIT + 1):
         begin = tl.maximum(first, split * SPLIT)
         end = tl.minimum(stop, split * SPLIT + SPLIT)
-        full = tl.maximum(begin, tl.minimum(end, newest + 1) // BLOCK * BLOCK)
-        split_mean, split_lse = attend_split(
-            query, K, V, row, page_stride, token_stride, begin, full, end, last, window, scale,
-            softcap, QUERIES, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
+        full = tl.maximum(begin, tl.minimum(end, tile_position + 1) // BLOCK * BLOCK)
+        split_out, split_lse = attend_split(
+            query, K, V, pages, page_stride, token_stride, begin, full, end, positions, window,
+            scale, softcap, QUERIES, PAGE, BLOCK, DIM, DIM_PAD, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
-        lse, mean = fold(lse, mean, split_lse, split_mean)
+        lse, out = merge_states(lse, out, split_lse, split_out)
     if HAS_SINKS:
-        lse, mean = add_sink(lse, mean, tl.load(SINKS + head))
-    tl.store(OUT + at, mean.to(OUT.dtype.element_ty), mask=mine)
+        lse, out = add_sink(lse, out, tl.load(SINKS + head))
+    tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=mask)
     if HAS_LSE:
-        tl.store(LSE + head * num_tokens + packed_start + index, lse / LOG2E, mask=there)
+        tl.store(LSE + head * num_tokens + packed_start + index, lse / LOG2E, mask=query_mask)
 
 
 def decode(
@@ -160,11 +166,12 @@ def decode(
         page_table_LP: Page ids of each lane, int64.
         lanes_R: Lane of each row, int64.
         positions_R: Position of each query, int64, below `max_context`.
-        max_context: Bounds the launch; baked into a captured graph. It changes no result.
+        max_context: Bounds the launch and is baked into a captured graph. Results do not depend
+            on it.
         scale: Multiplies the scores.
         window: Tokens a query sees, itself included. `None`: all.
         softcap: Caps the scores.
-        sinks_H: A score of each head that takes weight and has no value.
+        sinks_H: Each head's attention sink: a score that takes weight and has no value.
 
     Returns:
         `(R, H, D)` in the query's dtype.
@@ -180,21 +187,22 @@ def decode(
         shape = (num_rows, num_heads, num_splits)
         parts = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    sizes, strides = _sizes(query, cache, window, softcap, sinks_H)
-    group = sizes["HEADS"] // cache[0].shape[2]
-    _decode_kernel[(num_rows, cache[0].shape[2], num_splits)](
+    sizes = _sizes(query, cache[0], window, softcap, sinks_H)
+    num_kv_heads = cache[0].shape[2]
+    group = num_heads // num_kv_heads
+    _decode_kernel[(num_rows, num_kv_heads, num_splits)](
         query, *cache, page_table_LP, lanes_R, positions_R, sinks_H, parts, lse,
-        page_table_LP.stride(0), *strides, window or 0, scale * LOG2E.value, softcap or 0.0,
-        num_splits,
+        page_table_LP.stride(0), *cache[0].stride()[:3], window or 0, scale * LOG2E.value,
+        softcap or 0.0, num_splits,
         GROUP=group, GROUP_PAD=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, **_DECODE, **sizes, **early(),
+        SPLIT=SPLIT_TOKENS, IN_SPLITS=num_splits > 1, **_DECODE, **sizes, **pdl_options(),
     )  # fmt: skip
     if num_splits > 1:
-        _add_splits_kernel[(num_rows * num_heads,)](
+        _merge_splits_kernel[(num_rows * num_heads,)](
             parts, lse, positions_R, sinks_H, output, window or 0, num_splits,
             HEADS=num_heads, DIM=dim, DIM_PAD=sizes["DIM_PAD"],
             SPLIT=SPLIT_TOKENS, HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None,
-            **early(),
+            **pdl_options(),
         )  # fmt: skip
     return output
 
@@ -212,7 +220,7 @@ def attend_runs(
     sinks_H: Tensor | None = None,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with packed runs of tokens, each over its own row from the row's first token on.
+    """Attend with runs of consecutive tokens, packed; each sees its sequence from the start.
 
     Args:
         query_THD: Queries of all runs.
@@ -224,7 +232,7 @@ def attend_runs(
         page_table_LP: Page ids of each lane, int64.
         window: Tokens a query sees, itself included. `None`: all.
         softcap: Caps the scores.
-        sinks_H: A score of each head that takes weight and has no value.
+        sinks_H: Each head's attention sink: a score that takes weight and has no value.
         with_lse: Also return the natural logarithm of each query's sum of weights.
 
     Returns:
@@ -239,17 +247,18 @@ def attend_runs(
     if with_lse:
         shape = (num_heads, num_tokens)
         lse = torch.full(shape, torch.inf, dtype=torch.float32, device=query.device)
+    keys, values = keys_and_values
     if page_table_LP is None:
-        keys_and_values = tuple(states[None] for states in keys_and_values)  # type: ignore[assignment]
-    sizes, strides = _sizes(query, keys_and_values, window, softcap, sinks_H)
+        keys, values = keys[None], values[None]
+    sizes = _sizes(query, keys, window, softcap, sinks_H)
     if page_table_LP is None:
         sizes["PAGE"] = 0
     tiles = triton.cdiv(longest, _QUERY_BLOCK)
     _runs_kernel[(num_heads, len(runs_N4), tiles)](
-        query, *keys_and_values, page_table_LP, runs_N4, sinks_H, output, lse,
-        0 if page_table_LP is None else page_table_LP.stride(0), *strides,
+        query, keys, values, page_table_LP, runs_N4, sinks_H, output, lse,
+        0 if page_table_LP is None else page_table_LP.stride(0), *keys.stride()[:3],
         window or 0, scale * LOG2E.value, softcap or 0.0, num_tokens,
-        GROUP=num_heads // keys_and_values[0].shape[2], QUERIES=_QUERY_BLOCK, SPLIT=SPLIT_TOKENS,
+        GROUP=num_heads // keys.shape[2], QUERIES=_QUERY_BLOCK, SPLIT=SPLIT_TOKENS,
         HAS_LSE=with_lse, **_PREFILL, **sizes,
     )  # fmt: skip
     return output, lse if with_lse else None
@@ -257,26 +266,23 @@ def attend_runs(
 
 def _sizes(
     query: Tensor,
-    cache: tuple[Tensor, Tensor],
+    keys: Tensor,
     window: int | None,
     softcap: float | None,
     sinks_H: Tensor | None,
-) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """What decode and prefill have in common: sizes, and strides of the cache."""
+) -> dict[str, Any]:
+    """Compile-time arguments that decode and prefill share."""
     dim = query.shape[-1]
     dim_pad = max(_MIN_DOT_ROWS, triton.next_power_of_2(dim))
-    narrow = query.dtype.itemsize <= 2
     # Keys and values of one block have to fit into shared memory, several stages deep.
-    block = (64 if dim_pad <= 128 else 32) if narrow else (32 if dim_pad <= 128 else 16)
-    sizes = {
+    block = 64 if dim_pad <= 128 else 32
+    return {
         "HEADS": query.shape[1],
         "DIM": dim,
         "DIM_PAD": dim_pad,
-        "PAGE": cache[0].shape[1],
-        "BLOCK": block,
+        "PAGE": keys.shape[1],
+        "BLOCK": block if query.dtype.itemsize <= 2 else block // 2,
         "HAS_WINDOW": window is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": sinks_H is not None,
     }
-    page_stride, token_stride, head_stride, _ = cache[0].stride()
-    return sizes, (page_stride, token_stride, head_stride)

@@ -2,8 +2,8 @@
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A draw
 keyed by (row seed, position) is the same in any batch, lane or slot, and leaves the global
-random state alone. Logarithms are built from operations that every device rounds alike, so that
-CPU, CUDA and Triton draw the same bits.
+random state alone. Logarithms are built from operations that every device rounds the same way, so
+that CPU, CUDA and Triton draw the same bits.
 """
 
 import torch
@@ -20,11 +20,11 @@ SQRT2_BITS = 0x3FB504F3
 # log(m) = 2 atanh(s) = 2s + 2s^3/3 + 2s^5/5 + ..., s = (m - 1) / (m + 1), for m near 1
 ATANH = (2.0, 2.0 / 3, 2.0 / 5, 2.0 / 7, 2.0 / 9)
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
+Uint32x4 = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox(key: Tensor, counter: Words) -> Words:
-    """Four random words for each key and counter.
+def philox(key: Tensor, counter: Uint32x4) -> Uint32x4:
+    """Four random 32-bit words for each key and counter.
 
     Args:
         key: int64, the 64 key bits.
@@ -36,7 +36,7 @@ def philox(key: Tensor, counter: Words) -> Words:
     key_0, key_1 = key & _MASK, (key >> 32) & _MASK
     word_0, word_1, word_2, word_3 = counter
     for _ in range(_ROUNDS):
-        # Products wrap around in int64, which leaves all 64 of their bits right.
+        # Products wrap around in int64, and all 64 bits are still those of the unsigned product.
         product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
         word_0, word_2 = (
             ((product_1 >> 32) & _MASK) ^ word_1 ^ key_0,
@@ -81,8 +81,8 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
         torch.arange(-(-vocab // 4), device=seeds.device), positions[:, None]
     )
     zeros = torch.zeros_like(quads)
-    words = philox(seeds[:, None], (quads, positions, zeros, zeros))
-    word = torch.stack(words, dim=-1).flatten(1)[:, :vocab]
+    random = philox(seeds[:, None], (quads, positions, zeros, zeros))
+    word = torch.stack(random, dim=-1).flatten(1)[:, :vocab]
     uniform = ((word.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # -log1p(-u) = u * log(w) / (w - 1) with w = 1 - u: the rounding of w cancels (Kahan).
     rest = 1.0 - uniform

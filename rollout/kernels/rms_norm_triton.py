@@ -1,9 +1,9 @@
-"""RMS norm, perhaps of a sum, that adds up as torch's mean does, in Triton.
+"""RMS norm in Triton, optionally of a sum, with the bits that torch gives.
 
-Torch's mean over a row gives each of 32 threads four neighbours out of every 128 numbers. A thread
-keeps a sum for each of the four, adds the next to it as it goes along, and adds the four up; then
-half of the threads give their sums to the other half, until one has it all. The order was found by
-experiment; `compiled_exact` sees for itself whether it holds.
+It sums in the order of torch's mean over a row. Each of 32 threads takes four neighbouring numbers
+out of every 128 and keeps one running sum for each of the four. A thread adds up its four sums,
+then half of the threads add their sums to those of the other half, until one is left. This order
+was found by experiment; `rollout.exact.compile` checks that it holds.
 """
 
 import torch
@@ -12,19 +12,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 _CHUNK = tl.constexpr(128)
 
 
 @triton.jit
 def _halve(sums, HALF: tl.constexpr):
+    """Add the upper half of `2 * HALF` sums to the lower."""
     low, high = tl.split(tl.trans(tl.reshape(sums, (2, HALF))))
     return low + high
 
 
 @triton.jit
-def _add_up(sums):
+def _reduce(sums):
     """The sum of a chunk's 128 running sums."""
     even, odd = tl.split(tl.reshape(sums, (32, 2, 2)))
     first, third = tl.split(even)
@@ -34,19 +35,19 @@ def _add_up(sums):
 
 
 @triton.jit
-def _load(STATES, ADDED, at, there, HAS_ADDED: tl.constexpr):
-    states = tl.load(STATES + at, mask=there, other=0.0)
+def _load(STATES, ADDED, at, mask, HAS_ADDED: tl.constexpr):
+    states = tl.load(STATES + at, mask=mask, other=0.0)
     if HAS_ADDED:
-        states += tl.load(ADDED + at, mask=there, other=0.0)
+        states += tl.load(ADDED + at, mask=mask, other=0.0)
     return states
 
 
 @triton.jit(do_not_specialize=["inner"])
-def _norm_kernel(
+def _rms_norm_kernel(
     STATES, ADDED, WEIGHT, SUM, OUT, outer_stride, inner_stride, inner, eps, share, size,
-    CHUNKS: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_ADDED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_ADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(EARLY)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = row // inner * outer_stride + row % inner * inner_stride
     sums = tl.zeros([_CHUNK], tl.float32)
@@ -54,15 +55,15 @@ def _norm_kernel(
         at = chunk * _CHUNK + tl.arange(0, _CHUNK)
         states = _load(STATES, ADDED, start + at, at < size, HAS_ADDED).to(tl.float32)
         sums += states * states
-    scale = libdevice.rsqrt(_add_up(sums) * share + eps)
+    scale = libdevice.rsqrt(_reduce(sums) * share + eps)
     at = tl.arange(0, SIZE_PAD)
-    there = at < size
-    states = _load(STATES, ADDED, start + at, there, HAS_ADDED)
+    mask = at < size
+    states = _load(STATES, ADDED, start + at, mask, HAS_ADDED)
     normed = (states.to(tl.float32) * scale).to(states.dtype)
-    weight = tl.load(WEIGHT + at, mask=there, other=0.0)
-    tl.store(OUT + row * size + at, normed * weight, mask=there)
+    weight = tl.load(WEIGHT + at, mask=mask, other=0.0)
+    tl.store(OUT + row * size + at, normed * weight, mask=mask)
     if HAS_ADDED:
-        tl.store(SUM + row * size + at, states, mask=there)
+        tl.store(SUM + row * size + at, states, mask=mask)
 
 
 def rms_norm(
@@ -71,13 +72,13 @@ def rms_norm(
     """`weight * (s / sqrt(mean(s ** 2) + eps))` over the last dimension, for `s = states + added`.
 
     Args:
-        states: `(..., rows, size)`, or with strides that let its first dimensions be one.
+        states: `(..., rows, size)`; its leading dimensions can be viewed as one.
         weight: `(size,)`.
-        eps: Keeps the root from 0.
-        added: Like `states`, with the same strides.
+        eps: Added to the mean.
+        added: Like `states`, with the same strides. `None`: zeros.
 
     Returns:
-        The normed sum, in the dtype of states and weight, and the sum.
+        The norm, in the promoted dtype of states and weight, and the sum `s`.
     """
     size = weight.shape[0]
     rows = states.reshape(-1, *states.shape[-2:])
@@ -86,18 +87,18 @@ def rms_norm(
     assert added is None or added.stride() == rows.stride()
     dtype = torch.promote_types(states.dtype, weight.dtype)
     out = torch.empty(states.shape, dtype=dtype, device=states.device)
-    total = states
+    summed = states
     if added is not None:
-        total = torch.empty(
+        summed = torch.empty(
             states.shape, dtype=torch.promote_types(states.dtype, added.dtype), device=states.device
         )
-    _norm_kernel[(rows.shape[0] * rows.shape[1],)](
-        rows, added, weight, total, out, rows.stride(0), rows.stride(1), rows.shape[1],
+    _rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
+        rows, added, weight, summed, out, rows.stride(0), rows.stride(1), rows.shape[1],
         eps, 1.0 / size, size,
         CHUNKS=triton.cdiv(size, _CHUNK.value), SIZE_PAD=triton.next_power_of_2(size),
         HAS_ADDED=added is not None, num_warps=4 if size > 512 else 1,
-        # A square that is not rounded before it is added would be another number.
+        # A fused multiply-add does not round the square, unlike torch.
         enable_fp_fusion=False,
-        **early(),
+        **pdl_options(),
     )  # fmt: skip
-    return out, total
+    return out, summed

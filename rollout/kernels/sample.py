@@ -12,9 +12,9 @@ _LEAST = torch.finfo(torch.float32).min
 
 
 def scale(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
-    """Logits at temperature, float32; at 1 where it is 0.
+    """Logits divided by the temperature, float32; a temperature of 0 counts as 1.
 
-    Multiplied by the inverse, as TRL does it in its fused head: a division rounds otherwise.
+    They are multiplied by the inverse, as in TRL's fused head: a division rounds differently.
     """
     inverse_R = 1.0 / temperature_R.masked_fill(temperature_R == 0, 1.0)
     return logits_RV.float() * inverse_R[:, None]
@@ -29,15 +29,15 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row from `softmax(logits / temperature)`, by the Gumbel-max trick.
 
-    `argmax(logits / temperature + Gumbel noise)` is such a draw. A temperature of 0
-    takes the most likely token, and its log-probability at temperature 1.
+    `argmax(logits / temperature + Gumbel noise)` is such a draw. A temperature of 0 takes the most
+    likely token and scores it at temperature 1.
 
     Args:
         logits_RV: Any float dtype.
         temperature_R: float32, at least 0.
         seeds_R: Key of each row's noise, int64.
         positions_R: Position of the token to draw in its row, int64.
-        num_scores: 2 for the entropy as well.
+        num_scores: 1, or 2 for the entropy as well.
 
     Returns:
         Token ids, int64, `(R,)`, and their scores, float32, `(R, num_scores)`: natural-log
@@ -50,6 +50,6 @@ def sample(
     logprobs_RV = scaled_RV.log_softmax(dim=1)
     scores = [logprobs_RV.gather(1, tokens_R[:, None])[:, 0]]
     if num_scores == 2:
-        # A masked logit has a probability of 0, and 0 * -inf is no number.
+        # A masked logit has a probability of 0, and 0 * -inf is NaN.
         scores.append(-(logprobs_RV.exp() * logprobs_RV.clamp(min=_LEAST)).sum(dim=1))
     return tokens_R, torch.stack(scores, dim=1)

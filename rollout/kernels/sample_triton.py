@@ -1,7 +1,12 @@
-"""Sampling in one read of the logits, in Triton; defined by `sample.sample`.
+"""Sampling with one read of the logits, in Triton; defined by `sample.sample`.
 
-Each program takes a chunk of one row's vocabulary: temperature, Gumbel noise, argmax and
-log-sum-exp in one pass. A second kernel puts a row's chunks together.
+Each program takes a chunk of one row's vocabulary and computes temperature, Gumbel noise, argmax
+and log-sum-exp in one pass. A second kernel merges the chunks of a row.
+
+`m_i` is the maximum of the logits at temperature, `l_i` the sum of the weights `exp(logit - m_i)`,
+and `e_i` that of `weight * (logit - m_i)`, which gives the entropy.
+
+Shape letters: R rows, V vocabulary, C chunks.
 """
 
 import torch
@@ -39,8 +44,8 @@ def _gumbel(seed, position, quads):
         seed, quads.to(tl.uint32), (zeros + position).to(tl.uint32),
         zeros.to(tl.uint32), zeros.to(tl.uint32), 10,
     )  # fmt: skip
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (quads.shape[0], 4))
-    uniform = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    random = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (quads.shape[0], 4))
+    uniform = (random.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.999999940395355224609375)
     rest = 1.0 - uniform
     gap = tl.where(rest == 1.0, 1.0, rest - 1.0)
@@ -50,98 +55,79 @@ def _gumbel(seed, position, quads):
 
 @triton.jit
 def _chunk_kernel(
-    LOGITS,
-    TEMPERATURES,
-    SEEDS,
-    POSITIONS,
-    SCORES,
-    CHOICES,
-    CHOSEN,
-    PEAKS,
-    TOTALS,
-    MASSES,
-    stride,
-    vocab,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
+    LOGITS, TEMPERATURES, SEEDS, POSITIONS, SCORES, TOKENS, CHOSEN, M, L, E,
+    stride, vocab, num_chunks,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """Draw among the tokens of one chunk; `CHOSEN` gets the drawn token's logit at temperature."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(TEMPERATURES + row)
     seed, position = tl.load(SEEDS + row), tl.load(POSITIONS + row)
     one = tl.full((1, 1), 1.0, tl.float32)
     inverse = tl.div_rn(one, one * tl.where(temperature == 0.0, 1.0, temperature))
-    best, choice, chosen = -float("inf"), 0, -float("inf")
-    peak, total, mass = -float("inf"), 0.0, 0.0
+    best, token, chosen = -float("inf"), 0, -float("inf")
+    m_i, l_i, e_i = -float("inf"), 0.0, 0.0
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), BLOCK):
         quads = start // 4 + tl.arange(0, BLOCK // 4)
         tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
-        there = tokens < vocab
-        logits = tl.load(LOGITS + row * stride + tokens, mask=there, other=-float("inf"))
+        mask = tokens < vocab
+        logits = tl.load(LOGITS + row * stride + tokens, mask=mask, other=-float("inf"))
         scaled = logits.to(tl.float32) * inverse
         noise = tl.where(temperature == 0.0, 0.0, _gumbel(seed, position, quads))
-        scores = tl.where(there, scaled + noise, -float("inf"))
+        scores = tl.where(mask, scaled + noise, -float("inf"))
         block_best = tl.max(tl.max(scores, 1), 0)
         index = tl.min(tl.min(tl.where(scores == block_best, tokens, vocab), 1), 0)
         block_chosen = tl.sum(tl.sum(tl.where(tokens == index, scaled, 0.0), 1), 0)
         better = block_best > best
-        choice = tl.where(better, index, choice)
+        token = tl.where(better, index, token)
         chosen = tl.where(better, block_chosen, chosen)
         best = tl.where(better, block_best, best)
-        new_peak = tl.maximum(peak, tl.max(tl.max(scaled, 1), 0))
-        # While every logit so far is masked the peak is -inf, and -inf - -inf is no number.
-        anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        weights = tl.exp(scaled - anchor)
-        fade = tl.exp(peak - anchor)
+        m_new = tl.maximum(m_i, tl.max(tl.max(scaled, 1), 0))
+        # While every logit so far is masked, the maximum is -inf, and -inf - -inf is NaN.
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weights = tl.exp(scaled - shift)
+        alpha = tl.exp(m_i - shift)
         if ENTROPY:
-            # Below the peak, for accuracy. A masked logit is -inf, and 0 * -inf is no number.
-            lower = tl.where(total > 0.0, (peak - anchor) * total, 0.0)
-            share = tl.where(weights > 0.0, weights * (scaled - anchor), 0.0)
-            mass = (mass + lower) * fade + tl.sum(tl.sum(share, 1), 0)
-        total = total * fade + tl.sum(tl.sum(weights, 1), 0)
-        peak = new_peak
+            # Relative to the maximum, for accuracy. A masked logit is -inf, and 0 * -inf is NaN.
+            moved = tl.where(l_i > 0.0, (m_i - shift) * l_i, 0.0)
+            terms = tl.where(weights > 0.0, weights * (scaled - shift), 0.0)
+            e_i = (e_i + moved) * alpha + tl.sum(tl.sum(terms, 1), 0)
+        l_i = l_i * alpha + tl.sum(tl.sum(weights, 1), 0)
+        m_i = m_new
     at = row * num_chunks + chunk
     tl.store(SCORES + at, best)
-    tl.store(CHOICES + at, choice)
+    tl.store(TOKENS + at, token)
     tl.store(CHOSEN + at, chosen)
-    tl.store(PEAKS + at, peak)
-    tl.store(TOTALS + at, total)
+    tl.store(M + at, m_i)
+    tl.store(L + at, l_i)
     if ENTROPY:
-        tl.store(MASSES + at, mass)
+        tl.store(E + at, e_i)
 
 
 @triton.jit
 def _row_kernel(
-    SCORES,
-    CHOICES,
-    CHOSEN,
-    PEAKS,
-    TOTALS,
-    MASSES,
-    TOKENS,
-    OUT,
-    num_chunks,
-    CHUNKS_PAD: tl.constexpr,
-    NUM_SCORES: tl.constexpr,
-):
+    SCORES, TOKENS, CHOSEN, M, L, E, OUT_TOKENS, OUT_SCORES, num_chunks,
+    CHUNKS_PAD: tl.constexpr, NUM_SCORES: tl.constexpr,
+):  # fmt: skip
+    """Merge the chunks of one row."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS_PAD)
-    at, there = row * num_chunks + chunks, chunks < num_chunks
-    scores = tl.load(SCORES + at, mask=there, other=-float("inf"))
+    at, mask = row * num_chunks + chunks, chunks < num_chunks
+    scores = tl.load(SCORES + at, mask=mask, other=-float("inf"))
     _, index = tl.max(scores, 0, return_indices=True)
-    peaks = tl.load(PEAKS + at, mask=there, other=-float("inf"))
-    peak = tl.max(peaks, 0)
-    fades = tl.exp(peaks - peak)
-    totals = tl.load(TOTALS + at, mask=there, other=0.0)
-    total = tl.sum(totals * fades, 0)
+    m_chunks = tl.load(M + at, mask=mask, other=-float("inf"))
+    m_i = tl.max(m_chunks, 0)
+    alpha = tl.exp(m_chunks - m_i)
+    l_chunks = tl.load(L + at, mask=mask, other=0.0)
+    l_i = tl.sum(l_chunks * alpha, 0)
     best = row * num_chunks + index
-    tl.store(TOKENS + row, tl.load(CHOICES + best).to(tl.int64))
-    tl.store(OUT + row * NUM_SCORES, tl.load(CHOSEN + best) - peak - tl.log(total))
+    tl.store(OUT_TOKENS + row, tl.load(TOKENS + best).to(tl.int64))
+    tl.store(OUT_SCORES + row * NUM_SCORES, tl.load(CHOSEN + best) - m_i - tl.log(l_i))
     if NUM_SCORES == 2:
-        lower = tl.where(totals > 0.0, (peaks - peak) * totals, 0.0)
-        masses = tl.load(MASSES + at, mask=there, other=0.0) + lower
-        tl.store(OUT + row * NUM_SCORES + 1, tl.log(total) - tl.sum(masses * fades, 0) / total)
+        moved = tl.where(l_chunks > 0.0, (m_chunks - m_i) * l_chunks, 0.0)
+        e_chunks = tl.load(E + at, mask=mask, other=0.0) + moved
+        entropy = tl.log(l_i) - tl.sum(e_chunks * alpha, 0) / l_i
+        tl.store(OUT_SCORES + row * NUM_SCORES + 1, entropy)
 
 
 def sample(
@@ -151,26 +137,26 @@ def sample(
     positions_R: Tensor,
     num_scores: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """`sample.sample` on a GPU: the same draws, bit for bit."""
+    """As `sample.sample`: the same draws, bit for bit."""
     num_rows, vocab = logits_RV.shape
     num_chunks = triton.cdiv(vocab, _CHUNK)
     device = logits_RV.device
     shape = (num_rows, num_chunks)
-    # A tensor each: parts of one begin anywhere, and Triton compiles for where they begin.
-    scores, chosen, peaks, totals, masses = (
+    # One tensor each: Triton compiles anew for an address that 16 does not divide.
+    scores_RC, chosen_RC, m_RC, l_RC, e_RC = (
         torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5)
     )
-    choices = torch.empty(shape, dtype=torch.int32, device=device)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    output = torch.empty((num_rows, num_scores), dtype=torch.float32, device=device)
-    # Fused multiply-adds would round unlike the definition.
+    tokens_RC = torch.empty(shape, dtype=torch.int32, device=device)
+    tokens_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    scores_RS = torch.empty((num_rows, num_scores), dtype=torch.float32, device=device)
+    # Fused multiply-adds would round differently from `sample.sample`.
     _chunk_kernel[(num_rows, num_chunks)](
-        logits_RV, temperature_R, seeds_R, positions_R, scores, choices, chosen, peaks, totals,
-        masses, logits_RV.stride(0), vocab, num_chunks,
+        logits_RV, temperature_R, seeds_R, positions_R, scores_RC, tokens_RC, chosen_RC,
+        m_RC, l_RC, e_RC, logits_RV.stride(0), vocab, num_chunks,
         CHUNK=_CHUNK, BLOCK=_BLOCK, ENTROPY=num_scores == 2, enable_fp_fusion=False,
     )  # fmt: skip
     _row_kernel[(num_rows,)](
-        scores, choices, chosen, peaks, totals, masses, tokens, output, num_chunks,
+        scores_RC, tokens_RC, chosen_RC, m_RC, l_RC, e_RC, tokens_R, scores_RS, num_chunks,
         CHUNKS_PAD=triton.next_power_of_2(num_chunks), NUM_SCORES=num_scores,
     )  # fmt: skip
-    return tokens, output
+    return tokens_R, scores_RS

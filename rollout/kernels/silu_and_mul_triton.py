@@ -1,4 +1,4 @@
-"""SiLU of one half times the other, rounded as torch rounds them, in Triton."""
+"""`silu(gate) * up` in Triton, with the bits that torch gives."""
 
 import torch
 import triton
@@ -6,32 +6,33 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _gate_kernel(
-    GATE, UP, OUT, gate_stride, up_stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr
+def _silu_and_mul_kernel(
+    GATE, UP, OUT, gate_stride, up_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    follow(EARLY)
+    gdc_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = at < size
-    gate = tl.load(GATE + row * gate_stride + at, mask=there, other=0.0)
-    up = tl.load(UP + row * up_stride + at, mask=there, other=0.0)
-    wide = gate.to(tl.float32)
-    activated = tl.div_rn(wide, 1.0 + libdevice.exp(-wide)).to(gate.dtype)
-    tl.store(OUT + row * size + at, activated * up, mask=there)
+    mask = at < size
+    gate = tl.load(GATE + row * gate_stride + at, mask=mask, other=0.0)
+    up = tl.load(UP + row * up_stride + at, mask=mask, other=0.0)
+    gate_f32 = gate.to(tl.float32)
+    # Rounded to the dtype before the product, as torch does.
+    activated = tl.div_rn(gate_f32, 1.0 + libdevice.exp(-gate_f32)).to(gate.dtype)
+    tl.store(OUT + row * size + at, activated * up, mask=mask)
 
 
-def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`.
 
     Args:
-        gate: `(..., size)`, or with strides that let its first dimensions be one.
-        up: Likewise.
+        gate: `(..., size)`; its leading dimensions can be viewed as one.
+        up: Likewise, of the same shape and dtype.
     """
     size = gate.shape[-1]
     gates, ups = gate.reshape(-1, size), up.reshape(-1, size)
@@ -39,5 +40,5 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grid = (len(gates), triton.cdiv(size, _BLOCK))
     strides = gates.stride(0), ups.stride(0)
-    _gate_kernel[grid](gates, ups, out, *strides, size, BLOCK=_BLOCK, **early())
+    _silu_and_mul_kernel[grid](gates, ups, out, *strides, size, BLOCK=_BLOCK, **pdl_options())
     return out

@@ -1,14 +1,14 @@
-"""Writing keys and values to their pages, in Triton; defined by `paged_attention.store_kv`."""
+"""Writing keys and values to KV pages in Triton; defined by `paged_attention.store_kv`."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.pdl_triton import early, follow
+from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 
 @triton.jit
-def _store_kernel(
+def _store_kv_kernel(
     KEYS,
     VALUES,
     K,
@@ -24,19 +24,20 @@ def _store_kernel(
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(EARLY)
+    """Write one token's keys and values, `WIDTH` numbers each."""
+    gdc_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + token)
     page = tl.load(TABLE + tl.load(LANES + token) * table_stride + position // PAGE).to(tl.int64)
-    place = page * page_stride + (position % PAGE) * token_stride
+    offset = page * page_stride + (position % PAGE) * token_stride
     at = tl.arange(0, WIDTH_PAD)
     tl.store(
-        K + place + at, tl.load(KEYS + token * key_stride + at, mask=at < WIDTH), mask=at < WIDTH
+        K + offset + at, tl.load(KEYS + token * key_stride + at, mask=at < WIDTH), mask=at < WIDTH
     )
     values = tl.load(VALUES + token * value_stride + at, mask=at < WIDTH)
-    tl.store(V + place + at, values, mask=at < WIDTH)
+    tl.store(V + offset + at, values, mask=at < WIDTH)
 
 
 def store_kv(
@@ -47,10 +48,10 @@ def store_kv(
     lanes_T: Tensor,
     positions_T: Tensor,
 ) -> None:
-    """Write packed keys and values to their rows' pages.
+    """Write packed keys and values to the pages of their rows.
 
     Args:
-        keys_TKD: New keys, whose tokens may lie apart.
+        keys_TKD: New keys, any token stride.
         values_TKD: New values, likewise.
         cache: A layer's keys and values, each `(pages, page_tokens, K, D)`, any page stride.
         page_table_LP: Page ids of each lane, int64.
@@ -65,10 +66,10 @@ def store_kv(
         states if states.stride()[1:] == (dim, 1) else states.contiguous()
         for states in (keys_TKD, values_TKD)
     )
-    _store_kernel[(num_tokens,)](
+    _store_kv_kernel[(num_tokens,)](
         keys, values, *cache, page_table_LP, lanes_T, positions_T,
         page_table_LP.stride(0), cache[0].stride(0), cache[0].stride(1),
         keys.stride(0), values.stride(0),
         PAGE=cache[0].shape[1], WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width),
-        **early(),
+        **pdl_options(),
     )  # fmt: skip

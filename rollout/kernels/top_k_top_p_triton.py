@@ -1,8 +1,8 @@
-"""Top-k, top-p and min-p without a sort, in Triton; defined by `keep.keep`.
+"""Top-k, top-p and min-p without a sort, in Triton; defined by `top_k_top_p.top_k_top_p`.
 
-Each program halves, for one row, the range in which the bound lies until one number is left: the
-highest whose tokens, with all above, are `top_k`, or reach `top_p` together. A row of logits stays
-in the cache meanwhile.
+Each program searches the threshold of one row by bisection over all float32 numbers: the highest
+one that at least `top_k` tokens reach, or tokens with a share of `top_p` together. The row's logits
+stay in the cache meanwhile.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_HALVINGS = 32  # of the range of 32-bit numbers
+_HALVINGS = 32  # leave one of 2**32 numbers
 _LOWEST = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
@@ -23,63 +23,64 @@ def _key(x):
 
 
 @triton.jit
-def _total(ROW, vocab, peak, least, SHARES: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens have a key of at least `least`, or `exp(logit - peak)` of them together."""
-    totals = tl.zeros((BLOCK,), tl.float32)
+def _sum_from(ROW, vocab, m, threshold, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the tokens whose key is at least `threshold`, or sum their `exp(logit - m)`."""
+    sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        there = tokens < vocab
-        scaled = tl.load(ROW + tokens, mask=there, other=-float("inf"))
-        counted = there & (_key(scaled).to(tl.int64) >= least)
-        if SHARES:
-            totals += tl.where(counted, tl.exp(scaled - peak), 0.0)
+        mask = tokens < vocab
+        scaled = tl.load(ROW + tokens, mask=mask, other=-float("inf"))
+        reached = mask & (_key(scaled).to(tl.int64) >= threshold)
+        if WEIGHTED:
+            sums += tl.where(reached, tl.exp(scaled - m), 0.0)
         else:
-            totals += tl.where(counted, 1.0, 0.0)
-    return tl.sum(totals, 0)
+            sums += tl.where(reached, 1.0, 0.0)
+    return tl.sum(sums, 0)
 
 
 @triton.jit
-def _highest(
-    ROW, vocab, peak, low, high, target,
-    SHARES: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
+def _bisect(
+    ROW, vocab, m, low, high, target,
+    WEIGHTED: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The highest key from `low` to `high` whose total is `target`, at least."""
+    """The highest key in `[low, high]` whose `_sum_from` is at least `target`."""
     for _ in range(HALVINGS):
         middle = low + (high - low + 1) // 2
-        enough = _total(ROW, vocab, peak, middle, SHARES, BLOCK) >= target
+        enough = _sum_from(ROW, vocab, m, middle, WEIGHTED, BLOCK) >= target
         high = tl.where(enough, high, tl.maximum(middle - 1, low))
         low = tl.where(enough, middle, low)
     return low
 
 
 @triton.jit
-def _bound_kernel(
-    SCALED, PEAKS, TOP_K, TOP_P, BOUNDS, stride, vocab,
+def _threshold_kernel(
+    SCALED, M, TOP_K, TOP_P, THRESHOLDS, stride, vocab,
     HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Find one row's threshold; `M` holds the highest logit of each row."""
     row = tl.program_id(0).to(tl.int64)
     ROW = SCALED + row * stride
-    peak = tl.load(PEAKS + row)
+    m = tl.load(M + row)
     top_k, top_p = tl.load(TOP_K + row), tl.load(TOP_P + row)
-    high = _key(peak).to(tl.int64)
+    high = _key(m).to(tl.int64)
     low = tl.minimum(high, _LOWEST)
     if (top_k > 0) & (top_k < vocab):
-        low = _highest(ROW, vocab, peak, low, high, top_k.to(tl.float32), False, HALVINGS, BLOCK)
+        low = _bisect(ROW, vocab, m, low, high, top_k.to(tl.float32), False, HALVINGS, BLOCK)
     if top_p < 1.0:
-        target = top_p * _total(ROW, vocab, peak, low, True, BLOCK)
-        low = _highest(ROW, vocab, peak, low, high, target, True, HALVINGS, BLOCK)
+        target = top_p * _sum_from(ROW, vocab, m, low, True, BLOCK)
+        low = _bisect(ROW, vocab, m, low, high, target, True, HALVINGS, BLOCK)
     bits = low.to(tl.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    tl.store(BOUNDS + row, bits.to(tl.float32, bitcast=True))
+    tl.store(THRESHOLDS + row, bits.to(tl.float32, bitcast=True))
 
 
-def keep(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """`keep.keep` on a GPU; a sum that just reaches `top_p` may round to the other side."""
+def top_k_top_p(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """As `top_k_top_p.top_k_top_p`, but a sum that just reaches `top_p` may round differently."""
     num_rows, vocab = scaled_RV.shape
-    peaks_R = scaled_RV.amax(dim=1)
-    bounds_R = torch.empty_like(peaks_R)
-    _bound_kernel[(num_rows,)](
-        scaled_RV, peaks_R, top_k_R, top_p_R, bounds_R, scaled_RV.stride(0), vocab,
+    max_R = scaled_RV.amax(dim=1)
+    thresholds_R = torch.empty_like(max_R)
+    _threshold_kernel[(num_rows,)](
+        scaled_RV, max_R, top_k_R, top_p_R, thresholds_R, scaled_RV.stride(0), vocab,
         HALVINGS=_HALVINGS, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
-    return scaled_RV >= bounds_R.maximum(peaks_R + min_p_R.log())[:, None]
+    return scaled_RV >= thresholds_R.maximum(max_R + min_p_R.log())[:, None]

@@ -1,8 +1,8 @@
-"""Memory that is taken and given back: arenas, and what torch caches beside them.
+"""Arenas: memory that is taken for a rollout and released to the trainer afterwards.
 
-On a GPU an arena is a range of addresses that stay, while the memory behind them comes and goes: a
-graph captured over it can be replayed after it has grown, and after it was gone for a while. On a
-CPU a plain tensor plays the arena.
+On a GPU an arena is a range of addresses that never moves, while the memory behind it comes and
+goes. So a captured CUDA graph stays valid when the arena has grown, or was released and taken
+again. On a CPU an arena is a plain tensor.
 """
 
 import logging
@@ -11,118 +11,127 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.memory.plan import kv_limit
 from rollout.memory.virtual_memory import AddressRange, why_no_virtual_memory
 
 logger = logging.getLogger(__name__)
 
 
+class GrowthCost(NamedTuple):
+    """What the growth of an arena has cost.
+
+    Attributes:
+        released_bytes: Bytes of its cache that torch gave back to make room.
+        seconds: Time that it took.
+    """
+
+    released_bytes: int = 0
+    seconds: float = 0.0
+
+
 class Arena(ABC):
-    """Bytes that grow in number and can be given back."""
+    """A block of bytes that grows and can be released."""
 
     def __init__(self) -> None:
-        self._costs = (0, 0.0)
+        self._cost = GrowthCost()
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes that there are now."""
+        """Bytes that are allocated now."""
 
     @property
     @abstractmethod
     def data(self) -> Tensor:
-        """All of them, uint8, `(num_bytes,)`; a view is good again when they are there again."""
+        """All bytes, uint8, `(num_bytes,)`. A view is valid again once its bytes are allocated."""
 
     @property
     @abstractmethod
     def address(self) -> int:
-        """Where they lie: what a captured graph relies on."""
+        """Address of the first byte, which captured graphs rely on."""
 
     def grow(self, num_bytes: int) -> None:
-        """Have at least `num_bytes`; those that there are keep their content, new ones hold any.
+        """Allocate at least `num_bytes` in all. Old bytes keep their content, new ones hold any.
 
         Raises:
-            torch.OutOfMemoryError: There is not so much memory. Nothing has changed then.
+            torch.OutOfMemoryError: There is not enough memory. Nothing has changed then.
         """
         if num_bytes > self.num_bytes:
             began = time.perf_counter()
             released = self._grow(num_bytes)
-            before, seconds = self._costs
-            self._costs = before + released, seconds + time.perf_counter() - began
+            before, seconds = self._cost
+            self._cost = GrowthCost(before + released, seconds + time.perf_counter() - began)
 
-    def take_costs(self) -> tuple[int, float]:
-        """What growing has cost since last asked: bytes that torch gave back, and seconds."""
-        costs, self._costs = self._costs, (0, 0.0)
-        return costs
+    def take_costs(self) -> GrowthCost:
+        """The cost of all growth since the last call."""
+        cost, self._cost = self._cost, GrowthCost()
+        return cost
 
     @abstractmethod
     def _grow(self, num_bytes: int) -> int:
-        """Have `num_bytes`, more than now; returns the bytes that torch gave back for it."""
+        """Grow to `num_bytes`; returns the bytes of its cache that torch gave back for it."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give all of them back, once the engine's streams have done with them."""
+        """Release all bytes, after the engine's streams have finished with them."""
 
 
 class PlainArena(Arena):
-    """Memory of torch's that moves when it grows: on a CPU, and on a GPU without virtual memory.
-
-    Args:
-        device: Where it lives.
-    """
+    """A tensor that moves when it grows: on a CPU, and on a GPU without virtual memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        # Resized in place, so that views outlast a release, as they do where addresses stay.
+        # Resized in place, so that views outlive a release, as in a `MappedArena`.
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that there are now."""
+        """Bytes that are allocated now."""
         return self._storage.nbytes()
 
     @property
     def address(self) -> int:
-        """Where they lie until they grow or are released."""
+        """Address of the first byte, until the arena grows or is released."""
         return self._storage.data_ptr()
 
     @property
     def data(self) -> Tensor:
-        """All of them."""
+        """All bytes."""
         empty = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
         return empty.set_(self._storage, 0, (self.num_bytes,), (1,))
 
     def _grow(self, num_bytes: int) -> int:
-        self._storage.resize_(num_bytes)  # for a moment the old bytes are there as well
-        return 0  # torch makes room by itself
+        self._storage.resize_(num_bytes)  # a copy: for a moment old and new bytes are allocated
+        return 0  # torch empties its cache by itself
 
     def release(self) -> None:
-        """Give all of them back."""
+        """Release all bytes."""
         self._storage.resize_(0)
 
 
 class MappedArena(Arena):
-    """Addresses on a GPU that stay, whatever memory is behind them.
+    """A fixed range of GPU addresses, of which a beginning is backed by memory.
 
     Args:
         device: The GPU.
-        wait: Waits until nothing that the engine has launched is running.
+        wait: Waits until all that the engine has launched is done.
     """
 
     def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
         super().__init__()
-        total = torch.cuda.get_device_properties(device).total_memory
-        self._range = AddressRange(total, device)
+        capacity = torch.cuda.get_device_properties(device).total_memory
+        self._range = AddressRange(capacity, device)
         self._device = device
         self._wait = wait
         self._all: Tensor | None = None
-        closing = weakref.finalize(self, _let_go, self._range, wait)
-        closing.atexit = False  # a process that ends has nothing to give back
+        closing = weakref.finalize(self, _close, self._range, wait)
+        closing.atexit = False  # the end of the process releases the memory
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +140,7 @@ class MappedArena(Arena):
 
     @property
     def address(self) -> int:
-        """Where they lie, for good."""
+        """Address of the first byte, which never changes."""
         return self._range.address
 
     @property
@@ -140,7 +149,8 @@ class MappedArena(Arena):
         if self._all is None:
             if self.num_bytes == 0:
                 return torch.zeros(0, dtype=torch.uint8, device=self._device)
-            # Only now: torch asks the driver whose address it is, which is known once it is mapped.
+            # Not before: torch asks the driver which device owns the address, and it has to be
+            # mapped for that.
             self._all = _tensor_at(self.address, self._range.limit, self._device)
         return self._all[: self.num_bytes]
 
@@ -150,49 +160,48 @@ class MappedArena(Arena):
         return released
 
     def release(self) -> None:
-        """Unmap all of it; the addresses stay."""
+        """Unmap all bytes; the addresses stay reserved."""
         if self.num_bytes:
-            # ORDER: a batch in flight reads and writes it
+            # ORDER: a batch in flight still reads and writes them
             self._wait()
             self._range.cut()
 
 
-def _let_go(addresses: AddressRange, wait: Callable[[], None]) -> None:
-    """Give back what an arena that nobody holds any more has mapped."""
+def _close(addresses: AddressRange, wait: Callable[[], None]) -> None:
+    """Release the memory and addresses of an arena that was garbage-collected."""
     try:
         wait()
     except RuntimeError:
-        return  # the device has failed, and gives nothing back before the process ends
+        return  # the device has failed and releases nothing before the process ends
     addresses.close()
 
 
 def open_arena(device: torch.device, wait: Callable[[], None]) -> Arena:
-    """An arena on `device`, of the best kind that there is.
+    """An arena on `device`: mapped where the GPU has virtual memory, plain elsewhere.
 
     Args:
-        device: Where it lives.
-        wait: Waits until nothing that the engine has launched is running.
+        device: Where the memory is.
+        wait: Waits until all that the engine has launched is done.
     """
     if device.type != "cuda":
         return PlainArena(device)
     if reason := why_no_virtual_memory(device):
-        _announce(reason)
+        _warn_once(reason)
         return PlainArena(device)
     return MappedArena(device, wait)
 
 
 @cache
-def _announce(reason: str) -> None:
-    """Say once why there is no virtual memory, and what follows."""
+def _warn_once(reason: str) -> None:
     logger.warning(
-        "no virtual memory (%s): KV pages move when they grow and after each sleep, so that graphs "
+        "no virtual memory (%s): KV pages move when they grow and after each sleep, so CUDA graphs "
         "are captured again",
         reason,
     )
 
 
 class _CudaArray:
-    """What torch takes for a tensor of another library."""
+    """GPU memory of another library, which `torch.as_tensor` wraps without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -204,42 +213,33 @@ class _CudaArray:
 
 
 def _tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    # ALIAS: a view of the range, which outlives what is mapped behind it
+    # ALIAS: a view of the address range, which outlives the memory mapped behind it
     return torch.as_tensor(_CudaArray(address, num_bytes), device=device)
 
 
 def make_room(num_bytes: int, device: torch.device) -> int:
-    """Let torch give back the blocks that it caches, if `num_bytes` are not free otherwise.
+    """Empty torch's cache on a GPU unless `num_bytes` are free; returns the bytes it gave back.
 
-    The trainer's step leaves most of the memory in that cache, where no driver finds it.
-
-    Args:
-        num_bytes: Bytes that are about to be mapped.
-        device: A GPU.
-
-    Returns:
-        Bytes given back.
+    A training step leaves most of the memory in that cache, where the driver cannot take it.
     """
     free, _ = torch.cuda.mem_get_info(device)
     if num_bytes <= free:
         return 0
-    # Only if it must be: the trainer then has to ask the driver for its blocks again.
+    # Not unless needed: the trainer then has to allocate its blocks from the driver again.
     torch.cuda.empty_cache()  # noqa: TID251 -- no other call gives them back  # SYNC: torch does
     return max(0, torch.cuda.mem_get_info(device)[0] - free)
 
 
-def max_kv_bytes(config: RolloutConfig, device: torch.device, besides: int) -> int | None:
-    """Bytes that KV pages may take on `device` now.
+def max_kv_bytes(config: EngineConfig, device: torch.device, extra_bytes: int) -> int | None:
+    """Bytes that KV pages may take on `device` now; `None` for no limit. See `kv_limit`.
 
     Args:
-        config: Knobs; see `kv_limit`.
-        device: Where the pages live.
-        besides: Bytes that they have beside free ones: held already, less promised to others.
-
-    Returns:
-        Bytes, or `None` for no limit.
+        config: Knobs.
+        device: Where the pages are.
+        extra_bytes: Added to the available bytes: those of the present pages, less those that a
+            rollout will take for something else.
     """
-    free = None if device.type != "cuda" else available_bytes(device) + besides
+    free = None if device.type != "cuda" else available_bytes(device) + extra_bytes
     return kv_limit(config, free)
 
 
@@ -247,6 +247,6 @@ def available_bytes(device: torch.device) -> int:
     """Bytes of a GPU that are free, or that torch caches and could give back."""
     free, _ = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
-    held = ("allocated_bytes.all.current", "inactive_split_bytes.all.current")
-    cached = stats["reserved_bytes.all.current"] - sum(stats[name] for name in held)
+    in_use = ("allocated_bytes.all.current", "inactive_split_bytes.all.current")
+    cached = stats["reserved_bytes.all.current"] - sum(stats[name] for name in in_use)
     return free + max(0, cached)

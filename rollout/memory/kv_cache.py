@@ -1,7 +1,7 @@
-"""The KV tensors, their layout and bytes per page.
+"""The KV cache and the layout of its pages.
 
-Page-major, `[page, layer, key/value, token, kv_head, head_dim]`: the pool grows and shrinks by
-appending pages, a page is one contiguous copy, and each layer's cache is a strided view.
+It is page-major, `(page, layer, key/value, token, kv_head, head_dim)`: it grows by appending pages,
+a page is contiguous and copied as one block, and each layer's cache is a strided view.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class KVLayout:
     """Shape of one page.
 
     Attributes:
-        num_layers: Layers that keep keys and values.
-        page_tokens: Tokens a page holds.
-        num_kv_heads: Key/value heads of a layer.
+        num_layers: Layers with attention.
+        page_tokens: Tokens a page.
+        num_kv_heads: Key/value heads a layer.
         head_dim: Numbers in a head's key or value.
         dtype: Of keys and values.
     """
@@ -44,16 +44,17 @@ class KVLayout:
 class KVCache:
     """Keys and values of every running row, in pages.
 
+    New pages hold arbitrary numbers, even NaN. Nothing clears them: zeroing 80 GiB would take
+    longer than waking up. No result depends on them:
+    - A row reads only its own tokens, which it has written before.
+    - Keys and values past a row's end are masked, in the kernels and in plain torch.
+    - A padding row reads the first token of the trash page right after writing it.
+    - A fork also copies unwritten tokens, which nobody reads.
+
     Args:
         layout: Shape of one page.
-        device: Where the pages live.
+        device: Where the pages are.
         arena: Their memory. `None`: a plain tensor.
-
-    New pages hold anything, even NaN, and nothing clears them: zeros for 80 GiB would take longer
-    than all of a wake. A row reads its own tokens alone, whose KV it has written before. Both the
-    kernels' blocks past a row's end and what plain torch gathers there are masked, values too, as
-    are pages that a short row's table does not have. A padding row reads the first place of the
-    trash page, right after it has written it; a fork copies what nobody reads along.
     """
 
     def __init__(self, layout: KVLayout, device: torch.device, arena: Arena | None = None) -> None:
@@ -68,38 +69,35 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that they take, rounded up to what can be mapped."""
+        """Bytes allocated for them, rounded up to what can be mapped."""
         return self._arena.num_bytes
 
     @property
     def address(self) -> int:
-        """Where the first page lies: what a captured graph relies on."""
+        """Address of the first page, which captured graphs rely on."""
         return self._arena.address
 
     def grow(self, num_pages: int) -> None:
-        """Have at least `num_pages` pages. Those that there are keep what they hold.
-
-        Args:
-            num_pages: The trash page included.
+        """Allocate at least `num_pages` in all, the trash page included; old ones keep content.
 
         Raises:
-            torch.OutOfMemoryError: There is not so much memory. Nothing has changed then.
+            torch.OutOfMemoryError: There is not enough memory. Nothing has changed then.
         """
         if num_pages > self.num_pages:
             self._arena.grow(num_pages * self.layout.page_bytes)
             self._data = self._pages(num_pages)
 
     def release(self) -> None:
-        """Give all pages back, once the engine's streams have done with them."""
+        """Release all pages, after the engine's streams have finished with them."""
         self._data = self._pages(0)
         self._arena.release()
 
     def page(self, index: int) -> Tensor:
-        """All that a page holds, `layout.page_shape`, in one piece of memory."""
+        """One page, `layout.page_shape`, contiguous."""
         return self._data[index]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy all that a page holds, in every layer."""
+        """Copy a page, in every layer."""
         self._data[target].copy_(self._data[source])
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

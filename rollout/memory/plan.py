@@ -1,27 +1,26 @@
-"""The memory plan: what KV pages may take, and what the engine holds in and between rollouts."""
+"""The memory plan: what KV pages may take, and what the engine takes in and between rollouts."""
 
 from dataclasses import dataclass
 
 from rich.table import Table
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 
 _GIB = 2**30
 
 
-def kv_limit(config: RolloutConfig, free_bytes: int | None) -> int | None:
-    """Most bytes that KV pages may take.
+def kv_limit(config: EngineConfig, free_bytes: int | None) -> int | None:
+    """Bytes that KV pages may take at most; `None` for no limit.
+
+    They are `kv_bytes`, or `kv_fraction` of what is free beside `train_reserve_bytes`.
 
     Args:
-        config: `kv_bytes`, or `kv_fraction` of what is free beside `train_reserve_bytes`.
-        free_bytes: Free bytes of the device, those of the present pages included. `None`: not
-            known, as on a CPU.
-
-    Returns:
-        Bytes, or `None` for no limit.
+        config: The engine's knobs.
+        free_bytes: Free on the device, those of the present pages included. `None`: unknown, as on
+            a CPU.
 
     Example:
-        >>> kv_limit(RolloutConfig(kv_fraction=0.5, train_reserve_bytes=20), 100)
+        >>> kv_limit(EngineConfig(kv_fraction=0.5, train_reserve_bytes=20), 100)
         40
     """
     if config.kv_bytes is not None or free_bytes is None:
@@ -29,23 +28,37 @@ def kv_limit(config: RolloutConfig, free_bytes: int | None) -> int | None:
     return int(max(0, free_bytes - (config.train_reserve_bytes or 0)) * config.kv_share)
 
 
+@dataclass(frozen=True)
+class PlanLine:
+    """One line of the memory plan: a part's name, its bytes, and what decides them."""
+
+    name: str
+    num_bytes: int
+    remark: str
+
+    @property
+    def gib(self) -> str:
+        """The size in GiB."""
+        return f"{self.num_bytes / _GIB:.3f}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What the engine takes of a device's memory, all in bytes.
+    """What the engine takes of a device's memory, in bytes.
 
     Attributes:
-        device: Its name.
-        weights: The trainer's, which the engine reads where they lie.
-        cast_weights: Held a second time, in the dtype that the trainer computes in.
-        graphs: Memory pool of the captured graphs.
-        buffers: State of lanes, and what travels between host and device.
-        workspaces: What a prefill computes in, at most.
-        kv_pages: Mapped for the rows at hand.
-        num_pages: How many they are.
-        kv_limit: Most that there may be of them. `None`: no limit.
+        device: Name of the device.
+        weights: The trainer's weights, which the engine reads in place.
+        cast_weights: A second copy of weights, in the dtype that the trainer computes in.
+        graphs: Memory pool of the captured CUDA graphs.
+        buffers: State of lanes, and buffers for copies between host and device.
+        workspaces: Activations of a prefill, at most.
+        kv_pages: KV pages mapped for the present rows.
+        num_pages: Number of these pages.
+        kv_limit: Bytes that KV pages may take at most. `None`: no limit.
         page: One KV page.
-        free: What is free on the device, those pages included. `None`: not known.
-        config: Knobs that it follows.
+        free: Free on the device, the present KV pages included. `None`: unknown.
+        config: The engine's knobs.
     """
 
     device: str
@@ -59,7 +72,7 @@ class MemoryPlan:
     kv_limit: int | None
     page: int
     free: int | None
-    config: RolloutConfig
+    config: EngineConfig
 
     @property
     def in_rollout(self) -> int:
@@ -74,20 +87,21 @@ class MemoryPlan:
         return self.graphs + self.buffers + kept
 
     @property
-    def lines(self) -> list[tuple[str, int, str]]:
-        """Name, bytes and remark of each part."""
-        keep = f"kv_keep={self.config.kv_keep!r}"
-        return [
-            ("weights", self.weights, "the trainer's own"),
-            ("cast weights", self.cast_weights, "of linear layers, in the dtype of autocast"),
-            ("graphs", self.graphs, "their memory pool"),
-            ("buffers", self.buffers, "lanes and slots"),
-            ("workspaces", self.workspaces, f"prefill_tokens={self.config.prefill_tokens}"),
-            ("KV pages", self.kv_pages, self._kv_remark),
-            ("training reserve", self.config.train_reserve_bytes or 0, "train_reserve_bytes"),
-            ("the engine in a rollout", self.in_rollout, "beside the weights"),
-            ("the engine between rollouts", self.between_rollouts, keep),
+    def lines(self) -> list[PlanLine]:
+        """The parts that take memory, and their sums."""
+        reserve, kv_keep = self.config.train_reserve_bytes or 0, f"kv_keep={self.config.kv_keep!r}"
+        lines = [
+            PlanLine("weights", self.weights, "the trainer's own"),
+            PlanLine("cast weights", self.cast_weights, "of linear layers, in autocast's dtype"),
+            PlanLine("graphs", self.graphs, "their memory pool"),
+            PlanLine("buffers", self.buffers, "lanes and slots"),
+            PlanLine("workspaces", self.workspaces, f"prefill_tokens={self.config.prefill_tokens}"),
+            PlanLine("KV pages", self.kv_pages, self._kv_remark),
+            PlanLine("training reserve", reserve, "train_reserve_bytes"),
+            PlanLine("the engine in a rollout", self.in_rollout, "beside the weights"),
+            PlanLine("the engine between rollouts", self.between_rollouts, kv_keep),
         ]
+        return [line for line in lines if line.num_bytes]
 
     @property
     def _kv_remark(self) -> str:
@@ -100,15 +114,15 @@ class MemoryPlan:
         return f"{most}: kv_fraction={self.config.kv_share} of {self.free / _GIB:.2f} GiB free"
 
     def __str__(self) -> str:
-        parts = (f"{name} {size / _GIB:.3f} GiB ({remark})" for name, size, remark in self.lines)
+        parts = (f"{line.name} {line.gib} GiB ({line.remark})" for line in self.lines)
         return f"memory plan for {self.device}: {', '.join(parts)}"
 
     def table(self) -> Table:
-        """The lines, to be printed."""
+        """The same lines as a table."""
         table = Table(title=f"twinslot: memory on {self.device}")
         table.add_column("")
         table.add_column("GiB", justify="right")
         table.add_column("")
-        for name, size, remark in self.lines:
-            table.add_row(name, f"{size / _GIB:.3f}", remark)
+        for line in self.lines:
+            table.add_row(line.name, line.gib, line.remark)
         return table

@@ -1,18 +1,18 @@
-"""A GPU's virtual memory: addresses reserved once, and memory mapped behind them when needed."""
+"""A GPU's virtual memory: addresses are reserved once, memory is mapped behind them on demand."""
 
 from functools import cache
 from typing import Any
 
 import torch
 
-_CHUNK_BYTES = 2**28  # mapped by one call; the last chunk of a growth is smaller
+_CHUNK_BYTES = 2**28  # mapped by one call; the last chunk of a growth may be smaller
 
 
 def bindings() -> Any:
     """The CUDA driver's functions, `cuda.bindings.driver`.
 
     Raises:
-        ImportError: The package `cuda-bindings` is not there.
+        ImportError: The package `cuda-bindings` is not installed.
     """
     from cuda.bindings import driver
 
@@ -21,11 +21,7 @@ def bindings() -> Any:
 
 @cache
 def why_no_virtual_memory(device: torch.device) -> str:
-    """Why nothing can be mapped on a GPU; empty where it can.
-
-    Args:
-        device: A CUDA device with an index.
-    """
+    """Why a GPU cannot map memory; empty if it can. `device` has an index."""
     try:
         cuda = bindings()
     except ImportError as error:
@@ -40,41 +36,43 @@ def why_no_virtual_memory(device: torch.device) -> str:
 
 
 class AddressRange:
-    """Addresses on one GPU, of which a beginning is backed by memory.
+    """Reserved addresses on one GPU, of which a beginning is backed by memory.
 
     Args:
-        limit: Most bytes that may ever be backed.
+        limit: Bytes to reserve: no more can ever be backed.
         device: A CUDA device with an index, on which something has been allocated.
 
     Attributes:
-        address: The first one, until `close`.
+        address: The first address, valid until `close`.
         num_bytes: Bytes that are backed now.
-        limit: Bytes that are reserved.
+        limit: Bytes that are reserved, `limit` rounded up.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self._cuda = cuda = bindings()
-        self._place = cuda.CUmemAllocationProp()
-        self._place.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._place.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._place.location.id = device.index
+        self._properties = cuda.CUmemAllocationProp()
+        self._properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._properties.location.id = device.index
         self._access = cuda.CUmemAccessDesc()
-        self._access.location = self._place.location
+        self._access.location = self._properties.location
         self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         flags = cuda.CUmemAllocationGranularity_flags
-        least = flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        self._granule = int(self._call("cuMemGetAllocationGranularity", self._place, least))
-        self.limit = self._round(limit)
+        option = flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self._granularity = int(
+            self._call("cuMemGetAllocationGranularity", self._properties, option)
+        )
+        self.limit = self._round_up(limit)
         self.num_bytes = 0
         self.address = int(self._call("cuMemAddressReserve", self.limit, 0, 0, 0))
 
     def extend(self, num_bytes: int) -> None:
-        """Back at least the first `num_bytes` bytes; what is backed already keeps its content.
+        """Back at least the first `num_bytes` bytes; those backed already keep their content.
 
         Raises:
-            torch.OutOfMemoryError: There is not so much memory. Nothing has changed then.
+            torch.OutOfMemoryError: There is not enough memory. Nothing has changed then.
         """
-        before, wanted = self.num_bytes, self._round(num_bytes)
+        before, wanted = self.num_bytes, self._round_up(num_bytes)
         if wanted > self.limit:
             raise torch.OutOfMemoryError(f"out of memory: {wanted} of {self.limit} bytes wanted")
         try:
@@ -88,38 +86,37 @@ class AddressRange:
             raise
 
     def cut(self, num_bytes: int = 0) -> None:
-        """Give back the memory behind all but the first `num_bytes` bytes; the addresses stay.
+        """Release the memory behind all but the first `num_bytes` bytes; the addresses stay.
 
-        Nothing on the GPU may still read or write it. `num_bytes` is 0, or what `self.num_bytes`
-        once was.
+        No kernel may still use it. `num_bytes` is 0, or an earlier value of `self.num_bytes`.
         """
         if num_bytes < self.num_bytes:
             self._call("cuMemUnmap", self.address + num_bytes, self.num_bytes - num_bytes)
             self.num_bytes = num_bytes
 
     def close(self) -> None:
-        """Give back memory and addresses."""
+        """Release memory and addresses."""
         self.cut()
         self._call("cuMemAddressFree", self.address, self.limit)
 
     def _map(self, num_bytes: int) -> None:
-        handle = self._call("cuMemCreate", num_bytes, self._place, 0)
+        handle = self._call("cuMemCreate", num_bytes, self._properties, 0)
         try:
             self._call("cuMemMap", self.address + self.num_bytes, num_bytes, 0, handle, 0)
         finally:
-            # A mapping holds the memory by itself: unmapping it then is all that gives it back.
+            # The mapping keeps the memory alive; unmapping then releases it.
             self._call("cuMemRelease", handle)
         self.num_bytes += num_bytes
 
-    def _round(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._granule) * self._granule
+    def _round_up(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._granularity) * self._granularity
 
     def _call(self, name: str, *args: Any) -> Any:
         return _call(self._cuda, name, *args)
 
 
 def _call(cuda: Any, name: str, *args: Any) -> Any:
-    """Call a function of the driver; its result, or its error raised."""
+    """Call a function of the driver and return its result, or raise its error."""
     error, *values = getattr(cuda, name)(*args)
     if error == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{name}: out of memory")

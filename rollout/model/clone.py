@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rollout.exact.linear import NarrowLinear, make_plain
 from rollout.model.weights import is_part, is_sharded, shape_of
 
 # Where FSDP keeps its state in a module's attributes, and ZeRO-3 parameters a second time.
@@ -19,26 +18,53 @@ _ZERO_STATE = ("_original_parameters", "_external_params")
 _PACKS = "support_avx512bf16_for_cpu"
 
 
-def copied(live: nn.Module) -> nn.Module:
-    """A copy of the tree over the same storage, without what FSDP, ZeRO and hooks added."""
+def clone(live: nn.Module) -> nn.Module:
+    """Copy the module tree over the same storage, without what FSDP, ZeRO and hooks added."""
     # Parts of a parameter are nothing to run on: the twin holds the whole.
     memo: dict[int, Any] = {id(p): _blank(p) if is_part(p) else alias(p) for p in live.parameters()}
-    kinds = {module: type(module) for module in live.modules() if isinstance(module, FSDPModule)}
     for module in live.modules():
         for key, value in vars(module).items():
             if key.startswith(_FSDP_STATE) or (key.endswith("_hooks") and value):
                 memo[id(value)] = type(value)() if key.endswith("_hooks") else None
-    try:
-        for module in kinds:
-            module.__class__ = _plain_type(module)  # type: ignore[assignment]
-        tree = copy.deepcopy(live, memo).eval()
-    finally:
-        for module, kind in kinds.items():
-            module.__class__ = kind
-    make_plain(tree)
+    _clone_fsdp_modules(live, memo)
+    tree = copy.deepcopy(live, memo).eval()
     for module in tree.modules():
         _forget_trainer(module)
     return tree
+
+
+def _clone_fsdp_modules(live: nn.Module, memo: dict[int, Any]) -> None:
+    """Give `deepcopy` a clone of each module whose class FSDP has made, which refuses to be copied.
+
+    A clone is of the plain class. All exist, still empty, before the first is filled, so that each
+    finds the others.
+    """
+    modules: list[Any] = [module for module in live.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        plain: Any = _plain_type(module)
+        memo[id(module)] = plain.__new__(plain)
+    for module in modules:
+        memo[id(module)].__setstate__(copy.deepcopy(module.__getstate__(), memo))
+
+
+@torch.no_grad()
+def bind(base: nn.Module, live: nn.Module) -> None:
+    """Point every parameter and persistent buffer of a clone at the trainer's storage, by name."""
+    modules = dict(live.named_modules())
+    for name, module in base.named_modules():
+        source = modules[name]
+        for key, parameter in source._parameters.items():
+            if parameter is None or not is_part(parameter):
+                # ALIAS: the twin reads what the optimizer writes
+                module._parameters[key] = None if parameter is None else alias(parameter)
+        for key, buffer in source._buffers.items():
+            if buffer is None or key not in source._non_persistent_buffers_set:
+                # ALIAS: as above
+                module._buffers[key] = buffer
+            elif (mine := module._buffers[key]) is not None and mine.device == buffer.device:
+                mine.copy_(buffer)
+            else:
+                module._buffers[key] = buffer.detach().clone()
 
 
 def alias(parameter: nn.Parameter) -> nn.Parameter:
@@ -85,10 +111,8 @@ def fingerprint(base: nn.Module) -> tuple[Any, ...]:
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:
-    """Its class, where exact mode or FSDP has changed it the one before."""
-    if isinstance(module, FSDPModule):
-        return type(module).__bases__[1]  # FSDP derives a class from itself and the module's own
-    return nn.Linear if isinstance(module, NarrowLinear) else type(module)
+    """Its class; FSDP derives one from itself and the module's own, which is meant then."""
+    return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
 
 
 def _adapter_settings(module: nn.Module) -> tuple[Any, ...]:

@@ -14,27 +14,24 @@ from rollout.support import experts_of
 _CLOSE: dict[str, Any] = {"emulate_precision_casts": True, "triton.enable_pdl": True}
 
 
-def compile_layers(base: nn.Module, *, exact: bool = False) -> int:
-    """Let each decoder layer of the twin run compiled, from its next forward on.
+def compile_layers(base: nn.Module, *, exact: bool = False) -> None:
+    """Let each decoder layer of the twin that can be compiled run so, from its next forward on.
 
     Args:
         base: The twin's tree, whose attention `number_layers` has numbered.
-        exact: Leave to torch's own kernels what the compiler would compute in another order or by
-            another formula: norms and activations. The rest is rounded alike one by one. Layers
-            with experts stay as they are: a last bit decides which expert a token goes to.
-
-    Returns:
-        Layers that will.
+        exact: Round as the layers themselves do: what the compiler would compute in another order
+            or by another formula has been replaced, see `replace_modules`.
     """
-    layers = [layer for layer in decoder_layers(base) if not (exact and any(experts_of(layer)))]
-    for layer in layers:
-        compiled = _compile(type(layer).forward, exact)
-        layer.forward = partial(_run, compiled, layer)
-    if exact:
-        from rollout.exact.compile import leave_to_kernels  # as below
+    for layer in compiled_layers(base, exact=exact):
+        layer.forward = partial(_run, _compile(type(layer).forward, exact), layer)
 
-        leave_to_kernels(layers)
-    return len(layers)
+
+def compiled_layers(base: nn.Module, *, exact: bool) -> list[nn.Module]:
+    """Decoder layers that can be compiled.
+
+    In exact mode those with experts cannot: a last bit decides which expert a token goes to.
+    """
+    return [layer for layer in decoder_layers(base) if not (exact and any(experts_of(layer)))]
 
 
 def run_uncompiled(base: nn.Module) -> None:

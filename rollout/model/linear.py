@@ -1,36 +1,32 @@
-"""Linear layers of the twin whose products of few rows are ours, as close mode decodes them.
+"""Linear layers of the twin: products of few rows by a kernel of ours, and a float32 head.
 
 cuBLAS takes no part in launching a kernel while the one before it ends, and a decode step is
 hundreds of products that last microseconds each.
 """
 
-from collections.abc import Iterable
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rollout.kernels.custom_op import operator
+from rollout.kernels.custom_op import custom_op
 
 
 def _fake(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return states.new_empty((*states.shape[:-1], len(weight)))
 
 
-@operator(_fake)
-def _few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from rollout.kernels import (
-        skinny_linear_triton as few_rows_triton,  # Triton is not there on every CPU
-    )
+@custom_op(_fake)
+def _skinny_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from rollout.kernels import skinny_linear_triton as kernel  # Triton is not there on every CPU
 
-    if states.numel() // states.shape[-1] > few_rows_triton.MOST_ROWS:
+    if states.numel() // states.shape[-1] > kernel.MOST_ROWS:
         return linear(states, weight, bias)
-    return few_rows_triton.few_rows_product(states, weight, bias)
+    return kernel.skinny_linear(states, weight, bias)
 
 
-def few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def skinny_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear(states, weight, bias)` without a gradient.
 
     Args:
@@ -43,7 +39,7 @@ def few_rows_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """
     # In autocast, whose dtype the weight has, `linear` would do this.
     bias = None if bias is None else bias.to(weight.dtype)
-    return _few_rows_linear(states.to(weight.dtype), weight, bias)
+    return _skinny_linear(states.to(weight.dtype), weight, bias)
 
 
 def serves(weight: Tensor) -> bool:
@@ -57,26 +53,23 @@ def serves(weight: Tensor) -> bool:
     return weight.dim() == 2 and weight.is_contiguous() and divides(*weight.shape)
 
 
-class FewRowsLinear(nn.Linear):
-    """A linear layer that computes by `few_rows_linear`."""
+class SkinnyLinear(nn.Linear):
+    """A linear layer that computes by `skinny_linear` where that serves.
+
+    Attributes:
+        skinny: Whether it serves the present weight, as `choose_kernel` has found.
+    """
+
+    skinny: bool
+
+    def choose_kernel(self) -> None:
+        """Look at the present weight."""
+        self.skinny = serves(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the layer itself would return."""
-        return few_rows_linear(input, self.weight, self.bias)
-
-
-def use_few_rows(layers: Iterable[nn.Module]) -> None:
-    """Let the plain linear layers in these decoder layers compute by `few_rows_linear`.
-
-    Args:
-        layers: Of the twin's tree, after `fuse`: layers that are part of a group's product are
-            left.
-    """
-    for layer in (module for each in layers for module in each.modules()):
-        if type(layer) is nn.Linear and serves(layer.weight):
-            layer.__class__ = FewRowsLinear
-        elif type(layer) is FewRowsLinear and not serves(layer.weight):
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
+        """What `nn.Linear` would return."""
+        multiply = skinny_linear if self.skinny else linear
+        return multiply(input, self.weight, self.bias)
 
 
 class Float32Head(nn.Linear):
@@ -89,33 +82,18 @@ class Float32Head(nn.Linear):
             return linear(input.float(), self.weight.float(), bias)
 
 
-class _Narrowing:
-    """An embedding that shares the head's float32 weights, and gives the model's dtype."""
+class CastEmbedding(nn.Embedding):
+    """An embedding that shares the head's float32 weights, and gives the model's dtype.
 
+    Attributes:
+        embed: The forward of the embedding that it stands for, scaled or adapted as that is.
+        states_dtype: The dtype of every other weight.
+    """
+
+    embed: Any
     states_dtype: torch.dtype
 
-    def forward(self: Any, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """What the embedding itself would return, in that dtype."""
-        states: Tensor = super().forward(input)  # type: ignore[misc]
+        states: Tensor = self.embed(input)
         return states.to(self.states_dtype)
-
-
-@cache
-def _narrowing(plain: Any) -> Any:
-    return type(f"Narrowing{plain.__name__}", (_Narrowing, plain), {})
-
-
-def use_float32_head(base: nn.Module) -> None:
-    """Let the twin's head compute in float32.
-
-    Args:
-        base: The twin's tree, changed in place.
-    """
-    model: Any = base
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    head.__class__ = Float32Head
-    if embedding.weight.data_ptr() == head.weight.data_ptr():
-        embedding.__class__ = _narrowing(cast(Any, type(embedding)))
-        # Every other weight still has the dtype that the shared one had.
-        others = (p for p in base.parameters() if p.data_ptr() != head.weight.data_ptr())
-        embedding.states_dtype = next(others).dtype

@@ -5,50 +5,18 @@ keeps its parameters; `lay_together` only moves their storage into one buffer a 
 layers have LoRA adapters, the small products with their A matrices become one as well.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rollout.exact.linear import Narrow, NarrowLinear, narrow_linear
-from rollout.model.linear import FewRowsLinear, few_rows_linear, serves
+from rollout.exact.linear import InvariantShapes, batch_invariant_linear
+from rollout.model.linear import serves, skinny_linear
 
 # Linear layers that models apply to the same input, by the names they have in transformers.
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-class Fused:
-    """A layer of a group, which takes its part of the group's one product.
-
-    Attributes:
-        product: The group's.
-        index: Place of this layer in the group.
-        plain: Its class where it stands alone.
-    """
-
-    product: "_Product"
-    index: int
-    plain: type[nn.Module]
-
-    def forward(self, input: Tensor) -> Tensor:
-        """What the layer itself would return."""
-        return self.product.output(self.index, input)
-
-
-@cache
-def _fused(plain: Any) -> Any:
-    """`plain`, which it still is to whoever asks, with a part in a product."""
-    return type(f"Fused{plain.__name__}", (Fused, plain), {"plain": plain})
-
-
-def _plain(layer: Any) -> Any:
-    """Its class in the trainer's tree."""
-    if isinstance(layer, NarrowLinear | FewRowsLinear):
-        return nn.Linear
-    return layer.plain if isinstance(layer, Fused) else type(layer)
 
 
 class _Adapter(NamedTuple):
@@ -59,25 +27,56 @@ class _Adapter(NamedTuple):
     scaling: float
 
 
-class _Product:
-    """One product for several layers; the first that is called computes for all."""
+class ProjectionGroup:
+    """Layers of one input; one product computes them where their weights lie together.
 
-    def __init__(self, narrow: Narrow | None) -> None:
-        self._narrow = narrow
+    The first layer that is called computes for all, the last one lets the results go.
+
+    Args:
+        layers: Linear layers, or LoRA adapters over such, as they compute alone.
+        shapes: In exact mode, shapes of weights whose products are ours at any number of rows.
+            `None` in close mode, where those of few rows are ours.
+
+    Attributes:
+        layers: The same.
+        joined: Whether one product computes them.
+        weight: All of their weights, one below the other; `None` where they lie apart.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], shapes: InvariantShapes | None) -> None:
+        self.layers = layers
+        self.joined = False
+        self.weight: nn.Parameter | None = None
+        self._shapes = shapes
         self._down: nn.Parameter | None = None
         self._input: Tensor | None = None
         self._outputs: list[Tensor] = []
 
-    def bind(self, layers: Sequence[nn.Module]) -> None:
-        """Take over the layers' present weights."""
-        linears = [_linear(layer) for layer in layers]
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The layers whose weights are read, under adapters or not."""
+        return [_linear(layer) for layer in self.layers]
+
+    def bind(self) -> bool:
+        """Take over the layers' present weights; whether one product computes them."""
+        self.joined, self.weight = False, None  # an interrupt leaves layers that compute alone
+        if _are_alike(self.linears) and _lie_together(self.linears):
+            self._bind_weights()
+            self._bind_adapters()
+            self.joined = True
+        return self.joined
+
+    def _bind_weights(self) -> None:
+        linears = self.linears
         first = linears[0].weight.detach()
         shape = (sum(layer.out_features for layer in linears), *first.shape[1:])
         # ALIAS: one view of what the optimizer writes
         self.weight = nn.Parameter(first.as_strided(shape, first.stride()), requires_grad=False)
         self._biases: list[Tensor] = [x.bias for x in linears if x.bias is not None]
-        self.sizes = [layer.out_features for layer in linears]
-        self._adapters = [_adapter(layer) for layer in layers]
+        self._sizes = [layer.out_features for layer in linears]
+
+    def _bind_adapters(self) -> None:
+        self._adapters = [_adapter(layer) for layer in self.layers]
         downs: list[Tensor] = [x.down for x in self._adapters if x is not None]
         self._ranks = [len(down) for down in downs]
         if not downs:
@@ -88,17 +87,21 @@ class _Product:
             torch.cat(downs, out=self._down)
 
     def output(self, index: int, states: Tensor) -> Tensor:
-        """What one layer makes of `states`; the last one called lets the results go."""
+        """What one layer makes of `states`."""
+        if not self.joined:
+            output: Tensor = self.layers[index].forward(states)
+            return output
         if states is not self._input:
             self._input, self._outputs = states, self._compute(states)
         output = self._outputs[index]
-        if index == len(self.sizes) - 1:
+        if index == len(self._sizes) - 1:
             self._input, self._outputs = None, []
         return output
 
     def _compute(self, states: Tensor) -> list[Tensor]:
         bias = torch.cat(self._biases) if self._biases else None
-        outputs = self._multiply(states, self.weight, bias).split(self.sizes, dim=-1)
+        assert self.weight is not None
+        outputs = self._multiply(states, self.weight, bias).split(self._sizes, dim=-1)
         if self._down is None:
             return list(outputs)
         lows = self._multiply(states.to(self._down.dtype), self._down).split(self._ranks, dim=-1)
@@ -112,96 +115,83 @@ class _Product:
         ]
 
     def _multiply(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._narrow is None:
-            multiply = few_rows_linear if serves(weight) else linear
+        if self._shapes is None:
+            multiply = skinny_linear if serves(weight) else linear
             return multiply(states, weight, bias)
-        most_rows = self._narrow.get((weight.shape[0], weight.shape[1]))
-        if most_rows is not None:
-            return narrow_linear(states, weight, bias, most_rows)
+        library_rows = self._shapes.get((weight.shape[0], weight.shape[1]))
+        if library_rows is not None:
+            return batch_invariant_linear(states, weight, bias, library_rows)
         return linear(states, weight, bias)
 
 
+class _Grouped:
+    """A layer that takes its part of what its group computes."""
+
+    group: ProjectionGroup
+    index: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the layer itself would return."""
+        return self.group.output(self.index, input)
+
+
+class GroupedLinear(_Grouped, nn.Linear):
+    """A linear layer of a group."""
+
+
+class GroupedAdapter(_Grouped, nn.Module):
+    """A LoRA adapter of a group, with the linear layer under it."""
+
+
 @torch.no_grad()
-def lay_together(base: nn.Module, among: Collection[nn.Module] | None = None) -> int:
+def lay_together(groups: Iterable[Sequence[nn.Module]]) -> int:
     """Move the weights of each group into one buffer; parameters, values and names stay.
 
     To be called before an optimizer or a wrapper has looked at where parameters lie.
 
     Args:
-        base: The trainer's model, changed in place.
-        among: Linear layers that may be moved. `None`: all.
+        groups: Layers of one input each; see `groups_of`.
 
     Returns:
         Groups that were moved. Layers with unequal dtypes or quantised weights are no group.
     """
-    found = ([_linear(layer) for layer in layers] for layers in _groups(base))
-    groups = [
-        layers
-        for layers in found
-        if not _lie_together(layers) and (among is None or all(layer in among for layer in layers))
-    ]
-    for layers in groups:
+    linears = [[_linear(layer) for layer in layers] for layers in groups]
+    moved = [each for each in linears if _are_alike(each) and not _lie_together(each)]
+    for layers in moved:
         buffer = torch.cat([layer.weight.data for layer in layers])
         parts = buffer.split([layer.out_features for layer in layers])
         for layer, part in zip(layers, parts, strict=True):
             # ALIAS: the group's weights share one buffer from now on
             layer.weight.data = part
-    return len(groups)
+    return len(moved)
 
 
-@torch.no_grad()
-def fuse(base: nn.Module, narrow: Narrow | None = None) -> int:
-    """Let the twin compute each group whose weights lie together by one product.
+def groups_of(base: nn.Module) -> Iterator[list[Any]]:
+    """Layers that a model applies to one input, and that may be one product.
 
     Args:
-        base: The twin's tree, bound to its weights.
-        narrow: Shapes whose products are ours at any number of rows, in exact mode; see `narrow`.
-            `None`: those of few rows are ours; see `few_rows`.
-
-    Returns:
-        Groups that are one product.
+        base: The trainer's model, or a copy of it.
     """
-    fused = 0
-    for layers in _groups(base):
-        together = _lie_together([_linear(layer) for layer in layers])
-        fused += together
-        product = getattr(layers[0], "product", None) or _Product(narrow)
-        if together:
-            product.bind(layers)
-        for index, layer in enumerate(layers):
-            layer.__class__ = _fused(_plain(layer)) if together else _plain(layer)
-            layer.product, layer.index = product, index
-    return fused
-
-
-def _groups(base: nn.Module) -> Iterator[list[Any]]:
-    """Layers of one input, dtype and device, all with a bias or all without."""
     for module in base.modules():
         for names in _GROUPS:
             layers = [getattr(module, name, None) for name in names]
-            if all(_can_fuse(layer) for layer in layers):
-                linears = [_linear(layer) for layer in layers]
-                kinds = {
-                    (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
-                    for layer in linears
-                }
-                if len(kinds) == 1:
-                    yield layers
+            if all(_may_join(layer) for layer in layers):
+                yield layers
 
 
-def _can_fuse(layer: Any) -> bool:
+def _may_join(layer: Any) -> bool:
     """Whether it is a plain linear layer, or one under a plain LoRA adapter of PEFT's.
 
     By exact type: subclasses, quantised layers for one, compute something else.
     """
-    if _plain(layer) is nn.Linear:
+    if type(layer) is nn.Linear:
         return True
-    is_lora = _plain(layer).__name__ == "Linear" and hasattr(layer, "lora_A")
-    if not is_lora or _plain(layer.base_layer) is not nn.Linear:
+    is_lora = type(layer).__name__ == "Linear" and hasattr(layer, "lora_A")
+    if not is_lora or type(layer.base_layer) is not nn.Linear:
         return False
     active = _active(layer)
     parts = [part[name] for part in (layer.lora_A, layer.lora_B) for name in active]
-    plain = all(_plain(part) is nn.Linear and part.bias is None for part in parts)
+    plain = all(type(part) is nn.Linear and part.bias is None for part in parts)
     return plain and len(active) < 2 and not any(name in layer.lora_variant for name in active)
 
 
@@ -234,3 +224,12 @@ def _lie_together(layers: Sequence[nn.Linear]) -> bool:
     ends = [weight.data_ptr() + weight.nbytes for weight in weights[:-1]]
     starts = [weight.data_ptr() for weight in weights[1:]]
     return len(storages) == 1 and ends == starts and all(w.is_contiguous() for w in weights)
+
+
+def _are_alike(layers: Sequence[nn.Linear]) -> bool:
+    """Whether they have one dtype, device and number of inputs, and all a bias or none."""
+    kinds = {
+        (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
+        for layer in layers
+    }
+    return len(kinds) == 1

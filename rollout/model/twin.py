@@ -5,22 +5,23 @@ that modes, hooks, attention flags, patched forwards and checkpointing of the tw
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollout.exact.linear import Narrow, make_narrow
+from rollout.exact.linear import InvariantShapes
 from rollout.memory.arena import Arena, PlainArena
 from rollout.memory.kv_cache import KVLayout
 from rollout.model.attention import PAGED_ATTENTION, PagedAttention, number_layers
-from rollout.model.clone import alias, copied, fingerprint
+from rollout.model.clone import bind, clone, fingerprint
 from rollout.model.compile import compile_layers, decoder_layers, run_uncompiled
-from rollout.model.linear import use_few_rows, use_float32_head
-from rollout.model.projections import fuse
+from rollout.model.replace import replace_modules
 from rollout.model.weights import (
     Shadow,
-    held_weights,
+    ShadowWeight,
+    find_shadowed,
     is_part,
     is_sharded,
     local_bytes,
@@ -51,7 +52,7 @@ class Twin:
     Attributes:
         compiled: Whether decoder layers are.
         num_builds: How often the tree was copied: once, and after each change of adapters.
-        num_fused: Groups of layers that one product computes; see `fused`.
+        num_fused: Groups of layers that one product computes; see `ProjectionGroup`.
         casts: Bytes and time of weights that were cast or gathered.
     """
 
@@ -75,7 +76,7 @@ class Twin:
         device = next(model.parameters()).device
         self._shadow = Shadow(arena or PlainArena(device))
         self.casts = Stopwatch(device)
-        self._narrow: Narrow | None = {} if exact else None
+        self._shapes: InvariantShapes | None = {} if exact else None
         self._announced: bool | None = None
         self.num_builds = 0
         self._rebuild()
@@ -163,43 +164,33 @@ class Twin:
             UnsupportedModel: The parameters have been moved apart meanwhile.
         """
         check_placed(self._live)
-        reshard(self._live)
-        if fingerprint(base_of(self._live)) != self._fingerprint:
-            self._rebuild()
-        self._bind()
-        self._hold()
-        self.num_fused = fuse(self._base, self._narrow)
-        if self._narrow is None:
-            use_few_rows(decoder_layers(self._base))
-        else:
-            make_narrow(self._base, self._narrow)
+        self._follow_tree()
+        bind(self._base, base_of(self._live))
+        self._fill_shadow()
+        self.num_fused = self._replaced.refresh()
 
     @torch.no_grad()
-    def give_parts(self, num_given: int) -> None:
-        """Take part in the `refresh` of other ranks, and keep nothing of it.
+    def join_gathers(self, num_done: int) -> None:
+        """Take part in what other ranks gather in their `refresh`, and keep nothing of it.
 
         Args:
-            num_given: Parameters that this rank has gathered with the others before it failed.
+            num_done: Parameters that this rank has gathered with the others before it failed.
         """
-        reshard(self._live)
-        live = base_of(self._live)
-        if fingerprint(live) != self._fingerprint:
-            self._rebuild()
-        held = held_weights(live, self._base, self._autocast_dtype, self._param_dtype)
+        self._follow_tree()
         # Tied ones are gathered once there, too.
-        parts = {(id(e.source), e.dtype): e.source for e in held if is_part(e.source)}
-        for (_, dtype), source in list(parts.items())[num_given:]:
-            with whole(source, dtype):
+        parts = {(id(e.source), e.dtype): e for e in self._find_shadowed() if is_part(e.source)}
+        for each in list(parts.values())[num_done:]:
+            with whole(each.source, each.dtype):
                 pass
 
-    def use_narrow(self, narrow: Narrow) -> None:
+    def use_invariant_shapes(self, shapes: InvariantShapes) -> None:
         """From now on compute layers of these shapes by our own product.
 
         Args:
-            narrow: Shapes; see `narrow`.
+            shapes: See `batch_invariant_shapes`.
         """
-        self._narrow = narrow
-        if narrow:
+        self._shapes = shapes
+        if shapes:
             self._rebuild()
             self.refresh()
 
@@ -230,9 +221,7 @@ class Twin:
             `(rows, vocab)`.
         """
         with self.autocast(), paged.active():
-            # Through the class: a forward set on the instance belongs to the trainer.
-            output = type(self._base).forward(
-                self._base,
+            output = self._base(
                 input_ids=tokens_T[None],
                 position_ids=positions_T[None],
                 use_cache=False,
@@ -245,63 +234,42 @@ class Twin:
         dtype = self._autocast_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
+    def _follow_tree(self) -> None:
+        """Copy the trainer's tree anew where it is no longer what was copied."""
+        reshard(self._live)
+        if fingerprint(base_of(self._live)) != self._fingerprint:
+            self._rebuild()
+
     def _rebuild(self) -> None:
         """Copy the trainer's tree anew."""
         live = base_of(self._live)
         self.num_builds += 1
         self._fingerprint: tuple[Any, ...] = ()  # an interrupt leaves a tree to be copied anew
         self._shadow.clear()
-        self._base = copied(live)
-        config: Any = self._base.config
-        grouped = self.device.type == "cuda" and config.dtype == torch.bfloat16
-        for each in configs_of(self._base):
-            each._attn_implementation = PAGED_ATTENTION
-            if grouped:
-                # The one way through a Mixture of Experts that waits for nothing on the host.
-                each._experts_implementation = "grouped_mm"
-        # A step wants logits in a named output, and nothing recorded on the way.
-        config.return_dict = True
-        config.output_hidden_states = config.output_attentions = False
-        if hasattr(config, "output_router_logits"):
-            config.output_router_logits = False
-        number_layers(self._base)
-        if self._float32_head:
-            use_float32_head(self._base)
+        self._base = base = clone(live)
+        _configure(base, on_gpu=self.device.type == "cuda")
+        number_layers(base)
+        options = {"float32_head": self._float32_head, "compiled": self.compiled}
+        self._replaced = replace_modules(base, self._shapes, **options)
         if self.compiled:
-            compile_layers(self._base, exact=self._exact)
+            compile_layers(base, exact=self._exact)
         self._fingerprint = fingerprint(live)
 
     @torch.no_grad()
-    def _bind(self) -> None:
-        """Point every parameter and persistent buffer at the trainer's storage, by name."""
-        live = dict(base_of(self._live).named_modules())
-        for name, module in self._base.named_modules():
-            for key, parameter in live[name]._parameters.items():
-                if parameter is None or not is_part(parameter):
-                    # ALIAS: the twin reads what the optimizer writes
-                    module._parameters[key] = None if parameter is None else alias(parameter)
-            for key, buffer in live[name]._buffers.items():
-                if buffer is None or key not in live[name]._non_persistent_buffers_set:
-                    # ALIAS: as above
-                    module._buffers[key] = buffer
-                elif (mine := module._buffers[key]) is not None and mine.device == buffer.device:
-                    mine.copy_(buffer)
-                else:
-                    module._buffers[key] = buffer.detach().clone()
-
-    @torch.no_grad()
-    def _hold(self) -> None:
+    def _fill_shadow(self) -> None:
         """Hold weights whole that are sharded, and in autocast's dtype what autocast would cast.
 
         Everything else stays aliased, which gives exactly the trainer's numbers.
         """
-        live = base_of(self._live)
-        held = list(held_weights(live, self._base, self._autocast_dtype, self._param_dtype))
-        if held:
-            self._shadow.place(held, self._base)
+        if weights := list(self._find_shadowed()):
+            self._shadow.place(weights, self._replaced.groups)
             with self.casts.running(self.shadow_bytes):
-                self._shadow.fill(held)
+                self._shadow.fill(weights)
             self._announce()
+
+    def _find_shadowed(self) -> Iterator[ShadowWeight]:
+        live = base_of(self._live)
+        return find_shadowed(live, self._base, self._autocast_dtype, self._param_dtype)
 
     def _announce(self) -> None:
         if self._announced == (sharded := is_sharded(self._live)):
@@ -328,3 +296,17 @@ class Twin:
             size,
             dtype,
         )
+
+
+def _configure(base: nn.Module, *, on_gpu: bool) -> None:
+    """Attend over pages; give logits in a named output, and record nothing on the way."""
+    config: Any = base.config
+    for each in configs_of(base):
+        each._attn_implementation = PAGED_ATTENTION
+        if on_gpu and config.dtype == torch.bfloat16:
+            # The one way through a Mixture of Experts that waits for nothing on the host.
+            each._experts_implementation = "grouped_mm"
+    config.return_dict = True
+    config.output_hidden_states = config.output_attentions = False
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False

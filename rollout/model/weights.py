@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from rollout.errors import UnsupportedModel
 from rollout.memory.arena import Arena
 from rollout.model.linear import Float32Head
-from rollout.model.projections import lay_together
+from rollout.model.projections import ProjectionGroup, lay_together
 
 _ALIGN = 512  # bytes; where torch would let a tensor begin
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True)
+class ShadowWeight:
     """A parameter of the twin that does not share the trainer's storage.
 
     Attributes:
@@ -33,6 +35,11 @@ class Held(NamedTuple):
     key: str
     source: Tensor
     dtype: torch.dtype
+
+    @property
+    def path(self) -> tuple[str, str]:
+        """Where it is in the tree."""
+        return self.name, self.key
 
 
 class Shadow:
@@ -52,66 +59,66 @@ class Shadow:
 
     def clear(self) -> None:
         """Hold nothing: another tree is to come."""
-        self._weights: dict[tuple[str, str], nn.Parameter] = {}
+        self._parameters: dict[tuple[str, str], nn.Parameter] = {}
         self._end = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of what is held."""
-        return sum(weight.nbytes for weight in set(self._weights.values()))
+        return sum(parameter.nbytes for parameter in set(self._parameters.values()))
 
     @property
     def num_weights(self) -> int:
         """Parameters that are held."""
-        return len(self._weights)
+        return len(self._parameters)
 
     @property
     def missing_bytes(self) -> int:
         """Bytes that were given back, and that `fill` takes again."""
         return max(0, self._end - self.arena.num_bytes)
 
-    def fill(self, held: Sequence[Held]) -> None:
+    def fill(self, weights: Sequence[ShadowWeight]) -> None:
         """Give the twin's modules their parameters, with what the trainer's hold now.
 
         Where a source is sharded this is a collective of all ranks that share it.
 
         Args:
-            held: What has its place.
+            weights: Those that have been placed.
         """
         self.arena.grow(self._end)
         filled = set()
-        for name, module, key, source, dtype in held:
-            weight = self._weights[name, key]
-            module._parameters[key] = weight
-            if weight not in filled:
-                with whole(source, dtype) as numbers:
-                    self.num_gathered += is_part(source)
-                    weight.copy_(numbers)
-                filled.add(weight)
+        for weight in weights:
+            parameter = weight.module._parameters[weight.key] = self._parameters[weight.path]
+            if parameter not in filled:
+                with whole(weight.source, weight.dtype) as numbers:
+                    self.num_gathered += is_part(weight.source)
+                    parameter.copy_(numbers)
+                filled.add(parameter)
 
-    def place(self, held: Sequence[Held], base: nn.Module) -> None:
+    def place(self, weights: Sequence[ShadowWeight], groups: Iterable[ProjectionGroup]) -> None:
         """Give each parameter its place, once; those of a group lie together, tied ones are one.
 
         Args:
-            held: The same ones each time until `clear`.
-            base: The twin's tree, for which layers lie together.
+            weights: The same ones each time until `clear`.
+            groups: Layers of the twin whose weights are to lie together.
         """
-        if self._weights:
+        if self._parameters:
             return
         tied: dict[tuple[int, torch.dtype], nn.Parameter] = {}
-        for _, module, key, source, dtype in held:
-            there = torch.empty(shape_of(source), dtype=dtype, device="meta")
-            blank = tied.setdefault((id(source), dtype), nn.Parameter(there, requires_grad=False))
-            module._parameters[key] = blank
-        linears = (module for _, module, key, *_ in held if key == "weight")
-        lay_together(base, among=[each for each in linears if isinstance(each, nn.Linear)])
-        # Only now: what lies together has new parameters.
-        blanks = {(name, key): getattr(module, key) for name, module, key, *_ in held}
+        blanks: dict[tuple[str, str], nn.Parameter] = {}
+        for each in weights:
+            there = torch.empty(shape_of(each.source), dtype=each.dtype, device="meta")
+            blank = nn.Parameter(there, requires_grad=False)
+            blanks[each.path] = tied.setdefault((id(each.source), each.dtype), blank)
+            each.module._parameters[each.key] = blanks[each.path]
+        placed = set(blanks.values())
+        linears = (group.linears for group in groups)
+        lay_together(each for each in linears if all(layer.weight in placed for layer in each))
         begins = self._begins(blanks.values())
         self.arena.grow(self._end)
-        made = {blank: self._view(blank, begins) for blank in set(blanks.values())}
+        made = {blank: self._view(blank, begins) for blank in placed}
         # All or none, should an interrupt come.
-        self._weights = {place: made[blank] for place, blank in blanks.items()}
+        self._parameters = {path: made[blank] for path, blank in blanks.items()}
 
     def _begins(self, blanks: Iterable[Tensor]) -> dict[int, int]:
         """Where each storage begins in the arena."""
@@ -128,12 +135,12 @@ class Shadow:
         return nn.Parameter(place.view(blank.dtype).view(blank.shape), requires_grad=False)
 
 
-def held_weights(
+def find_shadowed(
     live: nn.Module,
     base: nn.Module,
     autocast_dtype: torch.dtype | None,
     param_dtype: torch.dtype | None,
-) -> Iterator[Held]:
+) -> Iterator[ShadowWeight]:
     """Find weights that are sharded, and those that autocast would cast.
 
     Args:
@@ -162,7 +169,7 @@ def held_weights(
             if key == "weight" and name in cast and dtype.is_floating_point:
                 dtype = autocast_dtype or dtype
             if sharded or dtype != source.dtype:
-                yield Held(name, module, key, source, dtype)
+                yield ShadowWeight(name, module, key, source, dtype)
 
 
 def _cast_layers(base: nn.Module) -> Iterator[str]:

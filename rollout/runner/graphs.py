@@ -132,7 +132,7 @@ class GraphCache:
         if graph is not None:
             graph.replay()
             if not batch.segments:
-                slot.stamps.replayed()
+                slot.stamps.graph_launched()
         else:
             self.num_eager += self._on_gpu
             self._step(key)

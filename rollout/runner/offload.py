@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.memory.kv_cache import KVCache
 from rollout.runner.streams import Streams
 from rollout.scheduler.batch import Batch
@@ -34,7 +34,7 @@ class Swap:
     """
 
     def __init__(
-        self, config: RolloutConfig, kv_cache: KVCache, streams: Streams, device: torch.device
+        self, config: EngineConfig, kv_cache: KVCache, streams: Streams, device: torch.device
     ) -> None:
         self._kv_cache, self._streams = kv_cache, streams
         self._pinned = device.type == "cuda"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels import sample as reference
-from rollout.kernels import top_k_top_p as keep_reference
+from rollout.kernels import top_k_top_p as top_k_top_p_reference
 from rollout.kernels.penalties import penalise
 from rollout.kernels.sample import scale
 from rollout.sampling_params import SETTINGS, Draw
@@ -26,13 +26,13 @@ def sample(
     return reference.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
 
 
-def keep(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """The tokens that top-k, top-p and min-p keep, bool, `(R, V)`; as `top_k_top_p.keep`."""
+def top_k_top_p(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """The tokens that top-k, top-p and min-p keep, bool, `(R, V)`."""
     if scaled_RV.is_cuda:
         from rollout.kernels import top_k_top_p_triton as kernel  # Triton is not there on every CPU
 
-        return kernel.keep(scaled_RV, top_k_R, top_p_R, min_p_R)
-    return keep_reference.keep(scaled_RV, top_k_R, top_p_R, min_p_R)
+        return kernel.top_k_top_p(scaled_RV, top_k_R, top_p_R, min_p_R)
+    return top_k_top_p_reference.top_k_top_p(scaled_RV, top_k_R, top_p_R, min_p_R)
 
 
 def sample_among(
@@ -146,7 +146,7 @@ class Filters:
             early_R = positions_R < first_stop_R
             logits_RV = penalise(logits_RV, self.flags_LV[lanes_R], penalties_R3, early_R)
         scaled_RV = scale(logits_RV, temperature_R)
-        kept_RV = keep(scaled_RV, top_k_R.long(), top_p_R.float(), min_p_R.float())
+        kept_RV = top_k_top_p(scaled_RV, top_k_R.long(), top_p_R.float(), min_p_R.float())
         return logits_RV.masked_fill(~kept_RV, -torch.inf)
 
     def drawn(self, lanes_R: Tensor, tokens_R: Tensor, draw: Draw) -> None:

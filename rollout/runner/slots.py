@@ -4,8 +4,10 @@ The engine's docstring draws what runs beside what. On a CPU, torch's streams an
 nothing, and every call below is done when it returns.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -182,11 +184,13 @@ class IOSlot:
         self._streams = streams
         events = (streams.module.Event() for _ in range(3))
         self.uploaded, self.computed, self.downloaded = events
-        self.stamps = Stamps(device)
+        # Two sets in turn: those of a batch are read until the next one has been settled.
+        self._stamps = cycle([Stamps(device), Stamps(device)])
+        self.stamps = next(self._stamps)
 
     def stage(self, batch: Batch) -> None:
         """Fill the host buffers. Nothing on the device reads them: the slot has been settled."""
-        self.batch = batch
+        self.batch, self.stamps = batch, next(self._stamps)
         self.lanes.stage(batch.lanes)
         self.new_pages.stage(batch.new_pages)
         self.admitted.stage(batch.admitted)
@@ -230,10 +234,10 @@ class IOSlot:
     def computing(self) -> Iterator[None]:
         """Queue what is inside on the compute stream, behind this slot's upload."""
         with self._streams.module.stream(self._streams.compute):
-            is_starved = self._streams.is_starved
+            self.stamps.launching(self._streams.compute)
             # ORDER: the batch's first kernel reads what H2D writes
             self.uploaded.wait(self._streams.compute)
-            self.stamps.start(self._streams.compute, is_starved=is_starved)
+            self.stamps.started.record(self._streams.compute)
             yield
             self.stamps.ended.record(self._streams.compute)
             self.computed.record(self._streams.compute)
@@ -247,6 +251,7 @@ class IOSlot:
             self.computed.wait(self._streams.d2h)
             self._host_tokens[:count].copy_(self.tokens[:count], non_blocking=True)
             self._host_scores[:count].copy_(self.scores[:count], non_blocking=True)
+            self.stamps.downloaded.record(self._streams.d2h)
             self.downloaded.record(self._streams.d2h)
 
     def wait(self) -> tuple[Ints, Floats]:
@@ -257,6 +262,7 @@ class IOSlot:
         assert self.batch is not None
         count = len(self.batch.lanes)
         self.downloaded.synchronize()  # SYNC: the only host wait in a step
+        self.stamps.arrived_s = time.perf_counter()
         tokens, scores = self._read
         return tokens[:count], scores[:count]
 

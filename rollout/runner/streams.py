@@ -30,11 +30,6 @@ class Streams:
         self.h2d, self.compute, self.d2h, self.swap = self._all
         self._device = device
 
-    @property
-    def is_starved(self) -> bool:
-        """Whether a GPU has done all batches that were launched. A CPU does each at once."""
-        return self._device.type == "cuda" and bool(self.compute.query())
-
     def take_over(self) -> None:
         """Let the engine's work follow whatever the trainer has queued so far."""
         event = self.module.current_stream(self._device).record_event()

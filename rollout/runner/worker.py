@@ -5,14 +5,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import UnsupportedModel
-from rollout.exact.linear import Narrow
+from rollout.exact.linear import InvariantShapes
 from rollout.exact.setup import LEAST_ROWS, batch_invariant_shapes
 from rollout.memory.arena import available_bytes, max_kv_bytes, open_arena
 from rollout.memory.kv_cache import KVCache
 from rollout.memory.plan import MemoryPlan
-from rollout.model.projections import lay_together
+from rollout.model.projections import groups_of, lay_together
 from rollout.model.twin import Twin
 from rollout.model.weights import is_sharded
 from rollout.runner.forward import Forward, Lanes
@@ -44,7 +44,7 @@ class Worker:
     def __init__(
         self,
         model: nn.Module,
-        config: RolloutConfig,
+        config: EngineConfig,
         autocast_dtype: torch.dtype | None,
         *,
         float32_head: bool = False,
@@ -53,7 +53,7 @@ class Worker:
         check_model(model)
         check_placed(model)
         if config.fuse_projections and not is_sharded(model):
-            lay_together(base_of(model))
+            lay_together(groups_of(base_of(model)))
         self.device = device = next(model.parameters()).device
         on_gpu = device.type == "cuda"
         compiled = on_gpu if config.compile_layers is None else config.compile_layers
@@ -89,11 +89,11 @@ class Worker:
         )
         self.lanes = Lanes.empty(config.max_rows, self.max_row_pages, device)
         # Shapes of linear layers whose products are ours, on the trainer's side too.
-        self.narrow: Narrow = {}
+        self.invariant_shapes: InvariantShapes = {}
         if config.exact and on_gpu:
             with self.twin.autocast():
-                self.narrow = batch_invariant_shapes(self.twin.base)
-            self.twin.use_narrow(self.narrow)
+                self.invariant_shapes = batch_invariant_shapes(self.twin.base)
+            self.twin.use_invariant_shapes(self.invariant_shapes)
         self._exact_vocab = self.twin.vocab_size
         forward = Forward(
             self.twin,

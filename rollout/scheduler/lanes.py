@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.request import Floats, Ints
 from rollout.sampling_params import Draw
 from rollout.scheduler.pages import PageAllocator, page_keys
@@ -42,7 +42,7 @@ class LaneTable:
         num_left: Rows that have left a lane so far.
     """
 
-    def __init__(self, config: RolloutConfig, max_row_pages: int) -> None:
+    def __init__(self, config: EngineConfig, max_row_pages: int) -> None:
         num_lanes, self._page_tokens = config.max_rows, config.page_tokens
         self.pages = PageAllocator()
         self.prefill_queue = PrefillQueue()

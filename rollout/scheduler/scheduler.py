@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import RolloutError
 from rollout.request import Completion, FinishReason, Floats, Ints, Request
 from rollout.scheduler.admission import Admitter
@@ -35,7 +35,7 @@ class Scheduler:
         lengths: What is known of prompts from earlier rows.
     """
 
-    def __init__(self, config: RolloutConfig, max_row_pages: int, num_host_pages: int = 0) -> None:
+    def __init__(self, config: EngineConfig, max_row_pages: int, num_host_pages: int = 0) -> None:
         self._config = config
         self._max_row_pages = max_row_pages
         self._num_host_pages = num_host_pages

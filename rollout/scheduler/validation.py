@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.errors import OutOfPages, RequestError, check_count
 from rollout.request import Request
 from rollout.sampling_params import Draw, SamplingParams
@@ -29,7 +29,7 @@ class Limits:
     max_row_tokens: int
     max_pages: int
     page_bytes: int
-    config: RolloutConfig
+    config: EngineConfig
 
 
 def build_requests(

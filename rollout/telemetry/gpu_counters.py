@@ -96,10 +96,10 @@ class GpmMeter(DeviceMeter):
         for metric, name in zip(asked.metrics, GPM_SHARES.values(), strict=False):
             metric.metricId = getattr(nvml, name)
         try:
-            found = nvml.nvmlGpmMetricsGet(asked)
+            answer = nvml.nvmlGpmMetricsGet(asked)
         except nvml.NVMLError:
             return {}
-        read = zip(GPM_SHARES, found.metrics, strict=False)
+        read = zip(GPM_SHARES, answer.metrics, strict=False)
         return {name: metric.value / 100 for name, metric in read if metric.nvmlReturn == 0}
 
     def _release(self) -> None:

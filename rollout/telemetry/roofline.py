@@ -1,10 +1,12 @@
 """What tokens cost at least: bytes that have to move, operations that have to run."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import torch
 from torch import nn
 
 from rollout.support import experts_of
@@ -28,10 +30,35 @@ _PEAKS = {
 }
 
 
+_COPY_BYTES, _COPIES = 2**28, 20  # of one copy, and how many
+
+
+def copy_bandwidth(source: str, target: str) -> float:
+    """Bytes a second that copies move; within one device, read and write are both counted.
+
+    Args:
+        source: Device to copy from, `cpu` or `cuda`.
+        target: Device to copy to.
+    """
+    on_gpu = "cuda" in (source, target)
+    origin = torch.ones(_COPY_BYTES // 4, device=source, pin_memory=on_gpu and source == "cpu")
+    copy = torch.empty(_COPY_BYTES // 4, device=target)
+    copy.copy_(origin, non_blocking=True)  # warm up
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()  # SYNC: a measurement, nothing is served
+    began = time.perf_counter()
+    for _ in range(_COPIES):
+        copy.copy_(origin, non_blocking=True)
+    if on_gpu:
+        torch.cuda.current_stream().synchronize()  # SYNC: as above
+    seconds = time.perf_counter() - began
+    return _COPIES * _COPY_BYTES * (2 if source == target else 1) / seconds
+
+
 def peak_operations(device_name: str) -> float | None:
     """Dense bf16 operations a second of a GPU by name, sparsity not counted; `None`: not known."""
-    words = device_name.replace("-", " ")
-    return next((peak for name, peak in _PEAKS.items() if f"{name} " in f"{words} "), None)
+    spaced = device_name.replace("-", " ")
+    return next((peak for name, peak in _PEAKS.items() if f"{name} " in f"{spaced} "), None)
 
 
 def contexts(prompt_tokens: Sequence[int], new_tokens: Sequence[int]) -> int:

@@ -1,10 +1,8 @@
-"""Counts and times; everyone writes, nothing reads it to decide."""
+"""Counts and times of one rollout."""
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollout.telemetry.time_shares import Attribution
+from rollout.telemetry.time_shares import TimeShares
 
 
 @dataclass
@@ -38,8 +36,8 @@ class RolloutStats:
         captured_graphs: Graphs captured in that time.
         duration_s: Seconds since it began.
         device: Shares of that time, by name, in which parts of the GPU were busy; see
-            `device_stats`.
-        attribution: Where that time went.
+            `gpu_counters`.
+        shares: Where that time went.
     """
 
     policy_version: int = 0
@@ -68,62 +66,7 @@ class RolloutStats:
     captured_graphs: int = 0
     duration_s: float = 0.0
     device: dict[str, float] = field(default_factory=dict)
-    attribution: Attribution = field(default_factory=Attribution, repr=False)
-    _began: float = field(default_factory=time.perf_counter, repr=False)
-
-    def launched(self, num_rows: int, num_pages: int, num_bytes: int) -> None:
-        """Record a batch of `num_rows` decoding rows while rows hold `num_pages` pages.
-
-        `num_bytes` were uploaded for it.
-        """
-        self.engine_steps += 1
-        self.decode_steps += num_rows > 0
-        self.decoded_rows += num_rows
-        self.peak_pages = max(self.peak_pages, num_pages)
-        self.h2d_bytes += num_bytes
-
-    def paged(self, num_shared: int, num_free: int) -> None:
-        """Record the pages that several rows hold, and those that none does, as a batch begins."""
-        self.peak_shared_pages = max(self.peak_shared_pages, num_shared)
-        least = num_free if self.least_free_pages is None else self.least_free_pages
-        self.least_free_pages = min(least, num_free)
-
-    def preempted(self, num_rows: int, num_bytes: int) -> None:
-        """Record rows that lose their lane, and the bytes of KV that are moved to the host."""
-        self.preemptions += num_rows
-        self.offloaded_bytes += num_bytes
-
-    def prefilled(self, num_tokens: int, num_attended: int, num_shared: int) -> None:
-        """Record the prompt tokens that a batch computes, what they attend to, and those spared."""
-        self.prefilled_tokens += num_tokens
-        self.attended_tokens += num_attended
-        self.shared_tokens += num_shared
-
-    def mapped(self, num_bytes: int, num_released: int, seconds: float) -> None:
-        """Record that KV pages take `num_bytes` now, for which torch gave back `num_released`."""
-        self.mapped_bytes = max(self.mapped_bytes, num_bytes)
-        self.released_bytes += num_released
-        self.wake_s += seconds
-
-    def cast(self, num_bytes: int, seconds: float) -> None:
-        """Record that `num_bytes` of weights were cast, which took `seconds` of the device."""
-        self.cast_bytes += num_bytes
-        self.cast_s += seconds
-
-    def warmed_up(self, num_graphs: int, seconds: float) -> None:
-        """Record that a rollout was made ready, for which `num_graphs` were captured."""
-        self.captured_graphs += num_graphs
-        self.warmup_s += seconds
-
-    def ended(self, lengths: Sequence[int], num_stopped: int) -> None:
-        """Record rows that finished with so many tokens each, `num_stopped` of them not cut off."""
-        self.lengths += lengths
-        self.num_stopped += num_stopped
-
-    def settled(self, num_tokens: int) -> None:
-        """Record that the rows of one engine step ended with `num_tokens` tokens in all."""
-        self.generated_tokens += num_tokens
-        self.duration_s = time.perf_counter() - self._began
+    shares: TimeShares = field(default_factory=TimeShares, repr=False)
 
     @property
     def overrun_tokens(self) -> int:
@@ -137,8 +80,8 @@ class RolloutStats:
 
     @property
     def time_shares(self) -> dict[str, float]:
-        """Shares of `whole_s`, by part; see `Attribution`."""
-        return self.attribution.shares(self.whole_s, self.wake_s + self.sleep_s)
+        """Shares of `whole_s`, by part; see `TimeShares`."""
+        return self.shares.shares(self.whole_s, self.wake_s + self.sleep_s)
 
     @property
     def largest_shares(self) -> str:

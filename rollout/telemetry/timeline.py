@@ -40,8 +40,8 @@ class Timeline:
 
     def on(self, track: str) -> list[Interval]:
         """A track's intervals by start; the host's waits are no work and are left out."""
-        found = [i for i in self.intervals if i.track == track and i.name != WAIT]
-        return sorted(found, key=lambda interval: interval.start_s)
+        intervals = [i for i in self.intervals if i.track == track and i.name != WAIT]
+        return sorted(intervals, key=lambda interval: interval.start_s)
 
     def gaps(self, track: str) -> list[tuple[float, float]]:
         """Where a track did nothing between its first interval and its last."""

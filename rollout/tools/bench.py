@@ -25,12 +25,12 @@ from rich.table import Table
 
 from rollout.errors import ConfigError, check_options, is_real
 from rollout.telemetry import timeline
+from rollout.telemetry.roofline import copy_bandwidth
 from rollout.telemetry.stats import RolloutStats
+from rollout.telemetry.trace import Tracer
 from rollout.tools import baselines
 from rollout.tools.baselines import Generate
-from rollout.tools.doctor import copy_bandwidth
 from rollout.tools.engine_run import engine_run, kernel_share
-from rollout.tools.trace import tracing
 from rollout.tools.workload import LENGTHS, MODEL_HELP, Workload, build_model
 
 _SHORT, _TRACED = 2, 130  # new tokens of the runs beside the timed one
@@ -61,7 +61,7 @@ class Measurement:
         warmup_s: Seconds from nothing to the end of a first run of 2 tokens, less `prefill_s`.
         num_graphs: CUDA graphs captured.
         attention: What attends.
-        spent: Largest shares of the whole run's time; see `attribution`.
+        spent: Largest shares of the whole run's time; see `time_shares`.
     """
 
     total_s: float
@@ -128,9 +128,11 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
         numbers = _time(work, run.generate, began, lambda: engine.stats.decode_steps)
         whole, host_us, host_median_us = engine.stats, run.host_us, run.host_median_us
         numbers["peak_gib"] += whole.mapped_bytes / 2**30  # which torch knows nothing of
-        with tracing(engine) as timelines[mode]:
+        tracer = Tracer(engine.device)
+        with engine.observing(tracer):
             run.generate([min(_TRACED, work.new_tokens // 2)] * work.rows)
-        traced, decoding = engine.stats, timelines[mode].decoding()
+        timelines[mode] = tracer.timeline
+        traced, decoding = engine.stats, tracer.timeline.decoding()
         step_s = decoding.span_s("compute") / max(1, len(decoding.on("compute")))
         return Measurement(
             **numbers,
@@ -139,7 +141,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
             host_us=host_us,
             host_median_us=host_median_us,
             h2d_bytes=_slope(traced, whole),
-            num_graphs=len(engine.worker.graphs.captured),
+            num_graphs=engine.num_graphs,
             attention="Triton, paged" if torch.cuda.is_available() else "plain torch, paged",
             spent=whole.largest_shares,
         )
@@ -206,9 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kv-gib", type=float, help="most memory for keys and values")
     parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
-    parser.add_argument("--fuse-projections", action="store_true", help="see RolloutConfig")
+    parser.add_argument("--fuse-projections", action="store_true", help="see EngineConfig")
     parser.add_argument(
-        "--on-policy", default="close", choices=("close", "exact"), help="see RolloutConfig"
+        "--on-policy", default="close", choices=("close", "exact"), help="see EngineConfig"
     )
     parser.add_argument("--modes", default="two-slot,one-slot", help=f"of {','.join(MODES)}")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
@@ -260,11 +262,11 @@ def main(arguments: list[str]) -> None:
         on_policy=options.on_policy,
     )
     timelines: dict[str, timeline.Timeline] = {}
-    found = {mode: measure(work, mode, timelines) for mode in modes}
+    measurements = {mode: measure(work, mode, timelines) for mode in modes}
     facts = _facts(arguments, work)
-    Console(width=110).print(_table(facts, found))
+    Console(width=110).print(_table(facts, measurements))
     if options.json is not None:
-        numbers = {mode: _plain(measurement) for mode, measurement in found.items()}
+        numbers = {mode: _plain(measurement) for mode, measurement in measurements.items()}
         options.json.write_text(json.dumps({**facts, "modes": numbers}, indent=2))
     if options.timeline is not None and timelines:
         pictured = {mode: kept.decoding().middle(_PICTURE_S) for mode, kept in timelines.items()}
@@ -289,13 +291,13 @@ def _facts(arguments: list[str], work: Workload) -> dict[str, str]:
     }
 
 
-def _table(facts: dict[str, str], found: dict[str, Measurement]) -> Table:
+def _table(facts: dict[str, str], measurements: dict[str, Measurement]) -> Table:
     table = Table(title=facts["command"], caption=", ".join(list(facts.values())[1:4]))
     table.add_column("")
-    for mode in found:
+    for mode in measurements:
         table.add_column(mode, justify="right")
     for name in (field.name for field in fields(Measurement)):
         label, form = _ROWS[name]
-        values = [getattr(measurement, name) for measurement in found.values()]
+        values = [getattr(measurement, name) for measurement in measurements.values()]
         table.add_row(label, *("-" if value != value else form.format(value) for value in values))
     return table

@@ -1,7 +1,6 @@
 """What the engine finds on this machine: versions, GPU, kernels, what is degraded."""
 
 import platform
-import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
@@ -11,13 +10,12 @@ from rich.table import Table
 
 from rollout.memory.virtual_memory import why_no_virtual_memory
 from rollout.telemetry.gpu_counters import open_meter
+from rollout.telemetry.roofline import copy_bandwidth
 
 _PACKAGES = (
     *("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy"),
     *("nvidia-ml-py", "matplotlib", "wandb"),
 )
-_COPY_BYTES = 2**28
-_COPIES = 20
 
 
 def report(console: Console) -> None:
@@ -77,34 +75,12 @@ def _no_virtual_memory() -> str:
     return f"plain tensors: {reason}" if reason else ""
 
 
-def copy_bandwidth(source: str, target: str) -> float:
-    """Bytes a second that copies move; within one device, read and write are both counted.
-
-    Args:
-        source: Device to copy from, `cpu` or `cuda`.
-        target: Device to copy to.
-    """
-    on_gpu = "cuda" in (source, target)
-    origin = torch.ones(_COPY_BYTES // 4, device=source, pin_memory=on_gpu and source == "cpu")
-    copy = torch.empty(_COPY_BYTES // 4, device=target)
-    copy.copy_(origin, non_blocking=True)  # warm up
-    if on_gpu:
-        torch.cuda.current_stream().synchronize()  # SYNC: a measurement, nothing is served
-    began = time.perf_counter()
-    for _ in range(_COPIES):
-        copy.copy_(origin, non_blocking=True)
-    if on_gpu:
-        torch.cuda.current_stream().synchronize()  # SYNC: as above
-    seconds = time.perf_counter() - began
-    return _COPIES * _COPY_BYTES * (2 if source == target else 1) / seconds
-
-
 def _degraded() -> Iterator[tuple[str, str]]:
     """What is slower or missing here, and why."""
-    found = list(_shortcomings())
-    for shortcoming in found:
+    shortcomings = list(_shortcomings())
+    for shortcoming in shortcomings:
         yield "degraded", shortcoming
-    if not found:
+    if not shortcomings:
         yield "degraded", "nothing"
 
 

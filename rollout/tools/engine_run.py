@@ -13,85 +13,92 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
-from rollout.request import Completion, Floats, Ints
+from rollout.request import Completion, Ints
 from rollout.sampling_params import SamplingParams
 from rollout.scheduler.batch import Batch
+from rollout.telemetry.device_time import Stamps
+from rollout.telemetry.observer import Observer
 from rollout.telemetry.timeline import Interval, Timeline
 from rollout.tools.baselines import Generate
 from rollout.tools.workload import Workload
 
-_EOS = 0
+_SHORT, _LONG = 2, 34  # new tokens of the two runs that are profiled
+
+
+class _Host(Observer):
+    """Times planning and settling, and counts the tokens that each row has."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.planning, self.settling = list[float](), list[float]()
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.first_row = self.num_steps = 0
+        self.began_s = 0.0  # the step that runs
+
+    def planned(self, batch: Batch | None) -> None:
+        """Note what planning took, an empty plan included."""
+        self.planning.append(time.perf_counter() - self.began_s)
+        self.num_steps += batch is not None
+
+    def settled(self, batch: Batch, completions: Sequence[Completion], stamps: Stamps) -> None:
+        """Note what settling took, and whose tokens they are."""
+        self.settling.append(time.perf_counter() - stamps.arrived_s)
+        self.num_tokens[batch.rows - self.first_row] += 1
 
 
 class EngineRun:
     """The engine at work on a workload.
 
-    Rows end by a token that they do not know beforehand, as rows of a training do: every row may
-    grow to the longest, so that memory and graphs are those of the whole run from the start.
+    A row is aborted when it has its tokens, which the engine does not know beforehand, as it does
+    not in a training: every row may grow to the longest, so that memory and graphs are those of the
+    whole run from the start.
     """
 
     def __init__(self, engine: RolloutEngine, work: Workload) -> None:
         self.engine = engine
-        self._work = work
-        self._planning, self._settling, self._num_runs = list[float](), list[float](), 0
-        self._settle, schedule = engine.scheduler.settle, engine.scheduler.schedule
-        planning = _timed(schedule, self._planning)
-        engine.scheduler.schedule = planning  # type: ignore[method-assign]
-        engine.scheduler.settle = self._ending  # type: ignore[method-assign]
+        self._work, self._num_runs = work, 0
+        self._host = _Host(work.rows)
 
     def generate(self, row_tokens: Sequence[int]) -> None:
         """Generate so many new tokens in each row."""
-        self._planning.clear()
-        self._settling.clear()
-        self._lengths = np.array(row_tokens)
-        self._settled = np.zeros(len(row_tokens), np.int64)
-        self._first_row: int | None = None
-        sampling = SamplingParams(max_new_tokens=self._work.new_tokens, eos_token_ids=(_EOS,))
+        engine, host, lengths = self.engine, _Host(len(row_tokens)), np.array(row_tokens)
+        self._host = host
         self._num_runs += 1
-        vocab = self.engine.worker.twin.vocab_size
         # Other prompts each time: neither their beginnings nor their lengths are known.
-        ids = (np.array(self._work.prompts) + self._num_runs) % vocab
-        self.engine.generate(ids.tolist(), sampling)  # SYNC: an array of the host's
+        prompts = (np.array(self._work.prompts) + self._num_runs) % engine.vocab_size
+        sampling = SamplingParams(max_new_tokens=self._work.new_tokens)
+        rows = engine.submit_all(prompts.tolist(), sampling)  # SYNC: an array of the host's
+        host.first_row = rows[0]
+        with engine.observing(host):
+            while engine.busy:
+                host.began_s = time.perf_counter()
+                engine.step()
+                done = np.flatnonzero(host.num_tokens == lengths)
+                if len(done):
+                    engine.abort({rows[index] for index in done})
+
+    @property
+    def num_tokens(self) -> Ints:
+        """Tokens that each row had in the last run."""
+        return self._host.num_tokens
 
     @property
     def host_us(self) -> float:
         """Microseconds a step that planning and settling took in the last run."""
-        seconds = sum(self._planning) + sum(self._settling)
-        return seconds / self.engine.stats.engine_steps * 1e6
+        seconds = sum(self._host.planning) + sum(self._host.settling)
+        return seconds / self._host.num_steps * 1e6
 
     @property
     def host_median_us(self) -> float:
         """Those of a step in which no row comes or goes, which is most of them."""
-        return (median(self._planning) + median(self._settling)) * 1e6
-
-    def _ending(self, batch: Batch, tokens: Ints, scores: Floats) -> list[Completion]:
-        """Settle, with an end of sequence for each row that has its tokens."""
-        if self._first_row is None:
-            self._first_row = int(batch.rows.min(initial=2**62)) if len(batch.rows) else None
-        rows = batch.rows - (self._first_row or 0)
-        self._settled[rows] += 1
-        ends = self._settled[rows] >= self._lengths[rows]
-        tokens = np.where(ends, _EOS, np.maximum(tokens, _EOS + 1))
-        return _timed(self._settle, self._settling)(batch, tokens, scores)
-
-
-def _timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def timed(*args: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return call(*args)
-        finally:
-            seconds.append(time.perf_counter() - began)
-
-    return timed
+        return (median(self._host.planning) + median(self._host.settling)) * 1e6
 
 
 @contextmanager
 def engine_run(work: Workload, num_slots: int) -> Iterator[EngineRun]:
     """The engine with one slot or two; no trainer needs memory beside it."""
-    config = RolloutConfig(
+    config = EngineConfig(
         max_rows=work.rows,
         max_row_tokens=work.prompt_tokens + work.new_tokens,
         num_slots=num_slots,
@@ -102,9 +109,6 @@ def engine_run(work: Workload, num_slots: int) -> Iterator[EngineRun]:
     )
     with RolloutEngine(work.model, config) as engine:
         yield EngineRun(engine, work)
-
-
-_SHORT, _LONG = 2, 34  # new tokens of the two runs that are profiled
 
 
 def kernel_share(work: Workload, generate: Generate, step_s: float) -> float:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from rollout.config import RolloutConfig
+from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
 from rollout.errors import check_options
 from rollout.exact.setup import prepare_trainer
@@ -39,7 +39,7 @@ class Difference:
 
 def differences(
     model: nn.Module,
-    config: RolloutConfig,
+    config: EngineConfig,
     *,
     num_rows: int = 32,
     num_tokens: int = 300,
@@ -49,7 +49,7 @@ def differences(
     """Compare a decode step in exact mode with the trainer's forward over the same tokens.
 
     Args:
-        model: A model as a trainer would have it; left as it was found.
+        model: A model as a trainer would have it; left as it was.
         config: Knobs of the engine.
         num_rows: Rows of random tokens, each of another length.
         num_tokens: Tokens of the longest.
@@ -69,7 +69,7 @@ def differences(
     settings: dict[str, Any] = {"on_policy": "exact", "enforce_eager": True}
     config = replace(config, max_rows=num_rows, compile_layers=compiled, **settings)
     engine = RolloutEngine(model, config, autocast_dtype=autocast_dtype)
-    undo, was_training = prepare_trainer(model, engine.worker.narrow), model.training
+    undo, was_training = prepare_trainer(model, engine.worker.invariant_shapes), model.training
     try:
         with (
             torch.no_grad(),
@@ -95,14 +95,14 @@ def _recorded(
     base: nn.Module, rows_of: Callable[[Tensor], Tensor], *, within_layers: bool = True
 ) -> Iterator[dict[str, Tensor]]:
     """What each module gave for the last token of each row, when it last ran."""
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def record(name: str) -> Any:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, Tensor) and output.dim() > 2:
-                found.pop(name, None)  # so that the order is that of the last run
-                found[name] = rows_of(output).clone()
+                outputs.pop(name, None)  # so that the order is that of the last run
+                outputs[name] = rows_of(output).clone()
 
         return hook
 
@@ -114,7 +114,7 @@ def _recorded(
         for name, module in base.named_modules():
             if name and module not in hidden:
                 stack.callback(module.register_forward_hook(record(name)).remove)
-        yield found
+        yield outputs
 
 
 def _compared(trainers: dict[str, Tensor], rollouts: dict[str, Tensor]) -> Iterator[Difference]:
@@ -149,15 +149,15 @@ def main(arguments: list[str], console: Console) -> None:
     model = build_model(options.model, device, options.lora_rank)
     sizes: dict[str, Any] = {"num_rows": options.rows, "num_tokens": options.tokens}
     for compiled in (False, True) if device.type == "cuda" else (False,):
-        found = differences(model, RolloutConfig(), compiled=compiled, **sizes)
-        unequal = [difference for difference in found if difference.rows]
+        compared = differences(model, EngineConfig(), compiled=compiled, **sizes)
+        unequal = [difference for difference in compared if difference.rows]
         for difference in unequal[:_SHOWN]:
             console.print(
                 f"{difference.module}: {difference.rows} of {options.rows} rows differ, "
                 f"by {difference.largest:.1e} at most"
             )
-        how = "compiled: " if compiled else ""
-        equal = len(found) - len(unequal)
-        console.print(f"{how}{equal} of {len(found)} modules give the trainer's numbers")
+        prefix = "compiled: " if compiled else ""
+        equal = len(compared) - len(unequal)
+        console.print(f"{prefix}{equal} of {len(compared)} modules give the trainer's numbers")
     if device.type == "cpu":
         console.print("exact mode is for GPUs: on a CPU products round with the number of rows")

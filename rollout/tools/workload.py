@@ -50,7 +50,7 @@ class Workload:
         bandwidth: Bytes a second that a copy on the device moves, read and write counted.
         lengths: `fixed`, or `lognormal`: the median a quarter of `new_tokens`, none longer.
         kv_bytes: Most memory for keys and values. `None`: what each mode takes by default.
-        fuse_projections: See `RolloutConfig`.
+        fuse_projections: See `EngineConfig`.
         on_policy: Likewise.
     """
 

@@ -8,22 +8,41 @@ from rich.console import Console
 from torch import nn
 from tqdm import tqdm
 
-from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.errors import UnsupportedTrainer
 from rollout.memory.plan import MemoryPlan
 from trainers.adapter.seams import settings_of
 from trainers.adapter.support import check_trainer
+from trainers.config import RolloutConfig
 
+_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
-def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
-    """Check a trainer, and make the engine that serves it.
+class Precision(NamedTuple):
+    """The dtypes of a trainer's forward; `None` where nothing is cast.
 
-    Args:
-        trainer: A stock TRL trainer, constructed.
-        config: Knobs of the engine.
+    Attributes:
+        autocast_dtype: Of the autocast that it runs under.
+        param_dtype: What FSDP2 casts parameters to for each forward, or DeepSpeed once.
+    """
+
+    autocast_dtype: torch.dtype | None
+    param_dtype: torch.dtype | None
+
+
+def precision_of(accelerator: Any) -> Precision:
+    """What a trainer's `accelerator` does about dtypes."""
+    dtype = _DTYPES[accelerator.mixed_precision]
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return Precision(None, dtype)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    return Precision(dtype, getattr(policy, "param_dtype", None))
+
+
+def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
+    """Check a constructed TRL trainer, and make the engine that serves it.
 
     Raises:
         UnsupportedTrainer: The trainer or its settings; the message says what to change.
@@ -46,7 +65,7 @@ def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
 
 
 def _place(model: nn.Module, device: torch.device) -> None:
-    """Move a model now that training would move later, as it does under FSDP and DeepSpeed.
+    """Move a model from the CPU now, which training under FSDP or DeepSpeed would do later.
 
     An engine is made for the device that it finds the weights on.
     """
@@ -57,8 +76,8 @@ def _place(model: nn.Module, device: torch.device) -> None:
 def _check_exact(kind: DistributedType, args: Any) -> None:
     if args.cast_lm_head_to_fp32:
         raise UnsupportedTrainer(
-            "on_policy='exact' does not know how a float32 head adds up; drop "
-            "`cast_lm_head_to_fp32`, or use on_policy='close'"
+            "on_policy='exact' cannot reproduce a float32 head; drop `cast_lm_head_to_fp32`, or "
+            "use on_policy='close'"
         )
     if args.neftune_noise_alpha is not None:
         raise UnsupportedTrainer(
@@ -74,28 +93,3 @@ def _check_exact(kind: DistributedType, args: Any) -> None:
 def _print_plan(plan: MemoryPlan) -> None:
     with tqdm.external_write_mode():  # the trainer's bar and the rollout's are being drawn
         Console(stderr=True).print(plan.table())
-
-
-_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Precision(NamedTuple):
-    """What a trainer's forward casts to.
-
-    Attributes:
-        autocast_dtype: Of the autocast that it runs under, if any.
-        param_dtype: What FSDP2 casts parameters to for it, or DeepSpeed for good, if any.
-    """
-
-    autocast_dtype: torch.dtype | None
-    param_dtype: torch.dtype | None
-
-
-def precision_of(accelerator: Any) -> Precision:
-    """What a trainer's `accelerator` does about dtypes."""
-    dtype = _DTYPES[accelerator.mixed_precision]
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return Precision(None, dtype)
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    return Precision(dtype, getattr(policy, "param_dtype", None))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from accelerate.utils import gather_object
 from rollout.engine import RolloutEngine
 from rollout.errors import RolloutError
 from rollout.request import Completion
-from rollout.scheduler.waiting import Lengths, digest
+from rollout.scheduler.waiting import digest
 
 
 def agree(accelerator: Any, failure: Exception | None, num_tokens: int) -> int:
@@ -48,10 +49,10 @@ class Group(NamedTuple):
 
     Attributes:
         owner: Rank that asked for them.
-        first: The first of them among the owner's rows.
+        first: Index of the first of them among the owner's rows.
         prompt: Token ids.
         seeds: One a row.
-        expected: Tokens that a completion is expected to have, where that is known.
+        expected: Tokens that a completion is expected to have; `None` where nothing is known.
     """
 
     owner: int
@@ -61,118 +62,123 @@ class Group(NamedTuple):
     expected: float | None
 
 
-class RowBalance:
-    """Lets each rank generate about as many tokens, whoever asked for them.
+class Returned(NamedTuple):
+    """A completion on its way back to the rank that asked for it as its row `row`."""
 
-    Every rank has to make the same calls. A row's random numbers come with it, so that it is the
-    same row wherever it is generated, but for rounding.
+    owner: int
+    row: int
+    prompt: list[int]
+    completion: Completion
+
+
+class Phase(Enum):
+    """How far a rank has come in a rollout; a collective moves it on as the rank joins it."""
+
+    HANDING_OUT = auto()
+    """Rows are yet to be handed out."""
+    GENERATING = auto()
+    """The rank gathers sharded parameters and generates; completions are yet to be brought back."""
+    REPORTING = auto()
+    """Each rank is yet to say how its rollout went."""
+    DONE = auto()
+    """No rank waits for this one."""
+
+
+class Meeting:
+    """Takes one rank through one rollout's collectives, which all ranks join in the same order.
+
+    Rows are handed out, parameters gathered, completions brought back, and each rank says how it
+    went. A rank that fails still joins those that are left, with empty data.
 
     Args:
-        rank: This process.
-        num_ranks: All of them.
-        lengths: What this rank knows of prompts.
-
-    Attributes:
-        num_exchanges: How often ranks have met: twice for each rollout.
+        accelerator: The trainer's.
+        engine: The engine of this rank.
+        balance: Hand rows out by expected length. Otherwise each rank generates its own, and rows
+            and completions are not exchanged.
     """
 
-    def __init__(self, rank: int, num_ranks: int, lengths: Lengths) -> None:
-        self._rank, self._num_ranks, self._lengths = rank, num_ranks, lengths
-        self.num_exchanges = 0
+    def __init__(self, accelerator: Any, engine: RolloutEngine, *, balance: bool) -> None:
+        self._accelerator, self._engine = accelerator, engine
+        self._rank, self._num_ranks = accelerator.process_index, accelerator.num_processes
+        self._balance = balance and self._num_ranks > 1
+        self._num_gathered = engine.num_gathered
         self._mine: list[Group] = []
+        self.phase = Phase.HANDING_OUT
 
-    def give_out(
+    def hand_out(
         self, prompts: Sequence[list[int]], seeds: Sequence[int]
-    ) -> tuple[list[list[int]], list[int]]:
+    ) -> tuple[Sequence[list[int]], Sequence[int]]:
         """The prompts and seeds of the rows that this rank is to generate.
 
         Args:
             prompts: Of the rows that this rank asks for.
-            seeds: Theirs.
+            seeds: One a row; a row draws the same numbers on whatever rank it is generated.
         """
-        own = self._groups(prompts, seeds)
-        self._mine = deal(self._exchange(own), self._num_ranks)[self._rank]
+        if not self._balance:
+            self.phase = Phase.GENERATING
+            return prompts, seeds
+        groups = self._exchange(self._groups(prompts, seeds), Phase.GENERATING)
+        self._mine = deal(groups, self._num_ranks)[self._rank]
         rows = [(group.prompt, seed) for group in self._mine for seed in group.seeds]
         return [prompt for prompt, _ in rows], [seed for _, seed in rows]
 
-    def take_back(self, completions: Sequence[Completion]) -> list[Completion]:
+    def bring_back(self, completions: Sequence[Completion]) -> Sequence[Completion]:
         """The completions of the rows that this rank has asked for, in its order.
 
         Args:
-            completions: Of the rows of `give_out`; none where this rank has failed, whose rows
-                then are missing on the ranks that have asked for them.
+            completions: Of the rows of `hand_out`. A rank that has failed has none; then they are
+                missing on the ranks that asked for them.
         """
-        rows = [(group, index) for group in self._mine for index in range(len(group.seeds))]
-        places = [
-            (group.owner, group.first + index, group.prompt, completion)
-            for (group, index), completion in zip(rows, completions, strict=False)
+        if not self._balance:
+            self.phase = Phase.REPORTING
+            return completions
+        rows = [
+            (group.owner, group.first + place, group.prompt)
+            for group in self._mine
+            for place in range(len(group.seeds))
         ]
-        found: dict[int, Completion] = {}
-        mine = {(owner, index) for owner, index, *_ in places}
-        for owner, index, prompt, completion in self._exchange(places):
-            if (owner, index) not in mine:  # the engine here knows of its own
-                self._lengths.note(digest(prompt), len(completion.token_ids))
-            if owner == self._rank:
-                found[index] = completion
-        return [found[index] for index in sorted(found)]
+        generated = [Returned(*row, c) for row, c in zip(rows, completions, strict=False)]
+        here = {(each.owner, each.row) for each in generated}
+        wanted: dict[int, Completion] = {}
+        for each in self._exchange(generated, Phase.REPORTING):
+            if (each.owner, each.row) not in here:  # the engine has noted its own
+                num_tokens = len(each.completion.token_ids)
+                self._engine.expected_lengths.note(digest(each.prompt), num_tokens)
+            if each.owner == self._rank:
+                wanted[each.row] = each.completion
+        return [wanted[row] for row in sorted(wanted)]
 
-    def _exchange(self, own: list[Any]) -> list[Any]:
-        """What all ranks say, in their order."""
-        self.num_exchanges += 1
-        said: list[Any] = gather_object(own)
-        return said
+    def end(self, failure: Exception | None, num_tokens: int) -> int:
+        """Say how it went, and hear of the others; arguments and errors are those of `agree`."""
+        if failure is not None and self._num_ranks > 1:
+            self._catch_up()
+        self.phase = Phase.DONE
+        return agree(self._accelerator, failure, num_tokens)
+
+    def _catch_up(self) -> None:
+        """Join what the other ranks wait for. The first error says more than one of these would."""
+        if self.phase is Phase.HANDING_OUT:
+            with suppress(Exception):
+                self.hand_out([], [])
+        with suppress(Exception):
+            self._engine.join_gathers(self._engine.num_gathered - self._num_gathered)
+        if self.phase is Phase.GENERATING:
+            with suppress(Exception):
+                self.bring_back([])
+
+    def _exchange(self, own: list[Any], phase: Phase) -> list[Any]:
+        """What all ranks send, in the order of ranks; on the way, this rank enters `phase`."""
+        self.phase = phase
+        received: list[Any] = gather_object(own)
+        return received
 
     def _groups(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Group]:
         groups = list[Group]()
         for prompt, rows in groupby(range(len(prompts)), key=lambda row: prompts[row]):
             own = list(rows)
-            expected = self._lengths.expected(digest(prompt))
+            expected = self._engine.expected_lengths.expected(digest(prompt))
             groups.append(Group(self._rank, own[0], prompt, [seeds[row] for row in own], expected))
         return groups
-
-
-class Meeting:
-    """One rollout's way past the places where ranks wait for each other.
-
-    Rows are shared out, parameters gathered, completions brought back, and each rank tells how it
-    ended. Whoever fails on the way goes on to the places that are left, with empty hands.
-
-    Args:
-        accelerator: The trainer's.
-        engine: The engine of this rank.
-        balance: What shares rows out, if anything does.
-
-    Attributes:
-        is_over: Whether this rank has told how it ended.
-    """
-
-    def __init__(self, accelerator: Any, engine: RolloutEngine, balance: RowBalance | None) -> None:
-        self._accelerator, self._engine, self._balance = accelerator, engine, balance
-        self._num_exchanges = balance.num_exchanges if balance else 0
-        self._num_gathered = engine.num_gathered
-        self.is_over = False
-
-    def end(self, failure: Exception | None, num_tokens: int) -> int:
-        """Tell the others, and hear of them; arguments and errors are those of `agree`."""
-        self.is_over = True
-        if failure is not None and self._accelerator.num_processes > 1:
-            self._catch_up()
-        return agree(self._accelerator, failure, num_tokens)
-
-    def _catch_up(self) -> None:
-        """Take part in what others wait for; the first error says more than one of these."""
-        num_left = 2
-        if self._balance:
-            num_left -= self._balance.num_exchanges - self._num_exchanges
-        if self._balance and num_left == 2:
-            with suppress(Exception):
-                self._balance.give_out([], [])
-        with suppress(Exception):
-            num_given = self._engine.num_gathered - self._num_gathered
-            self._engine.worker.twin.give_parts(num_given)
-        if self._balance and num_left > 0:
-            with suppress(Exception):
-                self._balance.take_back([])
 
 
 def deal(groups: Sequence[Group], num_ranks: int) -> list[list[Group]]:

@@ -6,11 +6,7 @@ import numpy as np
 
 
 class RowSeeds:
-    """What a trainer's rows are drawn by.
-
-    Args:
-        trainer: Whose seed, step, mode and rank they depend on, and on the call in that step.
-    """
+    """Seeds by the trainer's seed, step, mode and rank, and by the call within that step."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -28,5 +24,5 @@ class RowSeeds:
         self._calls[mode] += 1
         rank = trainer.accelerator.process_index
         key = (trainer.args.seed, step, mode == "eval", call, rank)
-        words = np.random.SeedSequence(key).generate_state(num_rows, np.uint64)
-        return [int(word) for word in words >> np.uint64(1)]
+        seeds = np.random.SeedSequence(key).generate_state(num_rows, np.uint64)
+        return [int(seed) for seed in seeds >> np.uint64(1)]

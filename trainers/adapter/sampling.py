@@ -76,12 +76,7 @@ _INSTEAD = {
 
 
 def row_sampling(trainer: Any, room: int) -> SamplingParams:
-    """The trainer's settings, with lengths clipped to what the row can hold.
-
-    Args:
-        trainer: A TRL trainer that was not refused.
-        room: Tokens that a completion can have.
-    """
+    """The settings of a supported trainer, with lengths clipped to `room` tokens a completion."""
     sampling = _sampling(trainer)
     most = min(sampling.max_new_tokens, room)
     return replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
@@ -157,14 +152,7 @@ def _stop_strings(tokenizer: Any, vocab_size: int, strings: tuple[str, ...]) -> 
 
 
 def loss_temperature(model: nn.Module) -> float | None:
-    """What a model divides logits by in a trainer's loss, if TRL has patched its forward so.
-
-    Args:
-        model: The trainer's.
-
-    Returns:
-        `None` where it was not patched.
-    """
+    """What the loss divides logits by, where TRL has patched it into the model's forward."""
     forward = vars(base_of(model)).get("forward")
     if not inspect.ismethod(forward):
         return None
@@ -175,15 +163,9 @@ def loss_temperature(model: nn.Module) -> float | None:
 def announce(
     trainer: Any, before: SamplingParams | None, loss_temperature: float | None = None
 ) -> SamplingParams:
-    """Say what a trainer's completions are drawn by, unless that is what was said before.
+    """Log and return what a trainer's completions are drawn by; log nothing if it is `before`.
 
-    Args:
-        trainer: A TRL trainer that was not refused.
-        before: What this has returned for the same trainer, if it was called.
-        loss_temperature: What its loss divides by, if that is not its own `temperature`.
-
-    Returns:
-        What they are drawn by.
+    Warns where the loss keeps dividing by another temperature, `loss_temperature`.
     """
     sampling = _sampling(trainer)
     if sampling == before:

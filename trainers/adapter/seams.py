@@ -129,6 +129,6 @@ def settings_of(trainer: Any) -> Any:
 def _eos_token_ids(trainer: Any) -> list[int]:
     """What ends a completion where a trainer leaves that to vLLM: ids of model and tokenizer."""
     ids = getattr(getattr(trainer.model, "generation_config", None), "eos_token_id", None)
-    found = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     own = getattr(trainer.processing_class, "eos_token_id", None)
-    return found if own is None or own in found else [own, *found]
+    return ids if own is None or own in ids else [own, *ids]

@@ -30,19 +30,16 @@ def check_trl() -> None:
             f"TRL {version} is unknown to this version of twinslot, which was tested with "
             f"{' and '.join(TESTED_TRL)}; install one of them, or a newer twinslot"
         )
-    found = tuple(inspect.signature(VLLMGeneration.generate).parameters)[1:]
-    if found != _SEAM:
+    parameters = tuple(inspect.signature(VLLMGeneration.generate).parameters)[1:]
+    if parameters != _SEAM:
         raise UnsupportedTrainer(
-            f"TRL {version} calls its generator with {found}, and twinslot knows {_SEAM}; install "
-            f"TRL {' or '.join(TESTED_TRL)}"
+            f"TRL {version} calls its generator with {parameters}, and twinslot knows {_SEAM}; "
+            f"install TRL {' or '.join(TESTED_TRL)}"
         )
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse a trainer whose rollouts would not be what it asks for.
-
-    Args:
-        trainer: A constructed TRL trainer.
+    """Refuse a constructed TRL trainer whose rollouts would not be what it asks for.
 
     Raises:
         UnsupportedTrainer: The reason, and the way out.

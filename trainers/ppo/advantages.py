@@ -13,7 +13,6 @@ from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-_CHUNK = 64
 _LARGEST_LOG_RATIO = 20.0
 
 
@@ -48,14 +47,8 @@ def gae(
     end = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(values.dtype)
     if gamma == 1 and isinstance(lam, float | int) and lam == 1:
         returns = (_suffix_sums(rewards) + end[:, None]) * kept
-        return returns - values, returns
-    lam = torch.as_tensor(lam, dtype=values.dtype, device=values.device).view(-1, 1)
-    # What each token hands to the one before it is `(1 - lam) * V + lam * returns`; what is masked
-    # hands on what it was given, so that "next" needs no search.
-    keeps = torch.where(kept, gamma * lam, 1.0)
-    handed = _from_the_end(keeps, lam * rewards + (1 - lam) * values, end)
-    given = torch.cat([handed[:, 1:], end[:, None]], 1)
-    returns = (rewards + gamma * given) * kept.to(values.dtype)
+    else:
+        returns = _discounted_returns(rewards, values, kept, gamma, lam, end) * kept
     return returns - values, returns
 
 
@@ -63,32 +56,22 @@ def _suffix_sums(x: Tensor) -> Tensor:
     return x.flip(1).cumsum(1).flip(1)
 
 
-def _from_the_end(keeps: Tensor, adds: Tensor, end: Tensor) -> Tensor:
-    """`y_t = adds_t + keeps_t * y_{t+1}` along dimension 1, all chunks of it at once.
+def _discounted_returns(
+    rewards: Tensor, values: Tensor, kept: Tensor, gamma: float, lam: float | Tensor, end: Tensor
+) -> Tensor:
+    """(B, T) of `R_t = r_t + gamma * ((1 - lam) * V_next + lam * R_next)`, in a loop from the end.
 
-    Args:
-        keeps: (B, T).
-        adds: (B, T).
-        end: (B,), what stands after the last one.
-
-    Returns:
-        (B, T).
+    A masked token passes on what it was given, so "next" needs no search. `end` is (B,), what the
+    last token is given.
     """
-    num_rows, width = adds.shape
-    decays, sums = _by_place_in_chunk(keeps, 1.0), _by_place_in_chunk(adds, 0.0)
-    for place in reversed(range(_CHUNK - 1)):
-        sums[place].addcmul_(decays[place], sums[place + 1])
-        decays[place] *= decays[place + 1]
-    after = end[:, None]
-    if width > _CHUNK:
-        after = torch.cat([_from_the_end(decays[0], sums[0], end)[:, 1:], after], 1)
-    return sums.addcmul_(decays, after).permute(1, 2, 0).reshape(num_rows, -1)[:, :width]
-
-
-def _by_place_in_chunk(x: Tensor, filler: float) -> Tensor:
-    """(B, T) to a copy (chunk, B, T / chunk): whole rows of it are worked on at a time."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % _CHUNK), value=filler)
-    return padded.view(-1, _CHUNK).t().contiguous().view(_CHUNK, len(x), -1)
+    lam = torch.as_tensor(lam, dtype=values.dtype, device=values.device)
+    # (T, B): what one step of the loop reads and writes is contiguous.
+    rewards, values, kept = rewards.t().contiguous(), values.t().contiguous(), kept.t().contiguous()
+    returns, passed_on = torch.empty_like(values), end
+    for t in reversed(range(len(returns))):
+        torch.add(rewards[t], passed_on, alpha=gamma, out=returns[t])
+        passed_on = torch.where(kept[t], torch.lerp(values[t], returns[t], lam), passed_on)
+    return returns.t().contiguous()
 
 
 def token_rewards(
@@ -184,29 +167,29 @@ def _same(sums: Tensor) -> Tensor:
     return sums
 
 
-def whiten(x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = _same) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, sum_ranks: Callable[[Tensor], Tensor] = _same) -> Tensor:
     """Shift and scale to mean 0 and variance 1 over the trainable tokens of all ranks.
 
     Args:
         x: (B, T).
         mask: (B, T), 1 where a token is trainable.
-        total: Adds a tensor up over the ranks.
+        sum_ranks: Sums a tensor over the ranks.
 
     Returns:
         (B, T), 0 where masked, and everywhere if all values are the same.
     """
-    mean, variance = masked_moments(x, mask, total)
+    mean, variance = masked_moments(x, mask, sum_ranks)
     return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
 
 
 def masked_moments(
-    x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = _same
+    x: Tensor, mask: Tensor, sum_ranks: Callable[[Tensor], Tensor] = _same
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance over the trainable tokens of all ranks; 0 and 0 where there are none."""
     kept = mask.bool()
     x = torch.where(kept, x, 0.0)
-    count = total(kept.sum()).clamp(min=1)
-    mean = total(x.sum()) / count
+    count = sum_ranks(kept.sum()).clamp(min=1)
+    mean = sum_ranks(x.sum()) / count
     # A second pass: the difference of two large sums would lose a small variance.
-    variance = total(((x - mean) * kept).square().sum()) / count
+    variance = sum_ranks(((x - mean) * kept).square().sum()) / count
     return mean, variance

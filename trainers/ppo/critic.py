@@ -82,10 +82,10 @@ class Critic:
         self.scheduler = get_scheduler("constant", self.optimizer)
 
     def schedule(self, num_rollouts: int) -> None:
-        """Begin the learning rate's way anew, as a training begins. Before, it is constant.
+        """Restart the learning-rate schedule, as a training begins. Before, the rate is constant.
 
         Args:
-            num_rollouts: Calls of `learn` to come, after which a rate that falls is zero.
+            num_rollouts: Calls of `learn` to come; a falling rate is zero after them.
         """
         self.scheduler = get_scheduler(
             self.settings.lr_scheduler_type,
@@ -123,11 +123,11 @@ class Critic:
             Means over the updates, of all ranks, by the names of the trainer's metrics.
         """
         self.model.train()
-        found = defaultdict(list)
+        metrics = defaultdict(list)
         for index in self._mini_batches(batch):
             for name, value in self._update(batch.rows(index)).items():
-                found[name].append(value)
-        means = {name: sum(values) / len(values) for name, values in found.items()}
+                metrics[name].append(value)
+        means = {name: sum(values) / len(values) for name, values in metrics.items()}
         means["value/lr"] = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
         return means
@@ -141,7 +141,7 @@ class Critic:
 
     def _update(self, batch: ValueBatch) -> dict[str, float]:
         """One step on the mean over the trainable tokens of all ranks, in micro-batches."""
-        num_trainable = self._total(batch.mask.sum())
+        num_trainable = self._sum_ranks(batch.mask.sum())
         num_tokens = num_trainable.clamp(min=1)
         sums = batch.returns.new_zeros(2)
         for index in self._in_pieces(torch.arange(len(batch.mask), device=batch.mask.device)):
@@ -154,9 +154,11 @@ class Critic:
         if num_trainable.item():  # or the momentum of earlier ones would move the weights
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        loss, clip_ratio = (self._total(sums) / num_tokens).tolist()
-        found = {"value/loss": loss, "value/grad_norm": norm.item()}
-        return found if self.settings.clip is None else {**found, "value/clip_ratio": clip_ratio}
+        loss, clip_ratio = (self._sum_ranks(sums) / num_tokens).tolist()
+        metrics = {"value/loss": loss, "value/grad_norm": norm.item()}
+        if self.settings.clip is not None:
+            metrics["value/clip_ratio"] = clip_ratio
+        return metrics
 
     def _losses(self, piece: ValueBatch) -> tuple[Tensor, Tensor]:
         """Losses of the trainable tokens, and where clipping decided them; elsewhere 0."""
@@ -166,9 +168,9 @@ class Critic:
         kept = piece.mask.bool()
         return torch.where(kept, losses, 0.0), clipped & kept
 
-    def _total(self, local: Tensor) -> Tensor:
-        total: Tensor = self.accelerator.reduce(local, "sum")
-        return total
+    def _sum_ranks(self, local: Tensor) -> Tensor:
+        summed: Tensor = self.accelerator.reduce(local, "sum")
+        return summed
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on to the last bit, but for what is frozen."""

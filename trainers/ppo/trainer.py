@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from rollout.config import RolloutConfig
 from rollout.errors import UnsupportedTrainer
+from trainers.config import RolloutConfig
 from trainers.generator import RolloutGenerator
 from trainers.ppo.advantages import (
     at_last,
@@ -116,7 +116,7 @@ class PPOTrainer(GRPOTrainer):
         _, returns = gae(rewards, before, mask, args.gamma, args.lam_value, bootstrap)
         self._log_values(before, returns, advantages, mask)
         if args.whiten_advantages:
-            advantages = whiten(advantages, mask, self._total)
+            advantages = whiten(advantages, mask, self._sum_ranks)
         return advantages, returns
 
     def _scores_and_mask(self, scored: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -162,13 +162,13 @@ class PPOTrainer(GRPOTrainer):
         log_metrics(self, {"kl": self._moments(kl, mask)[0]})
         return kl
 
-    def _total(self, local: Tensor) -> Tensor:
-        total: Tensor = self.accelerator.reduce(local, "sum")
-        return total
+    def _sum_ranks(self, local: Tensor) -> Tensor:
+        summed: Tensor = self.accelerator.reduce(local, "sum")
+        return summed
 
     def _moments(self, x: Tensor, mask: Tensor) -> tuple[float, float]:
         """Mean and variance over the trainable tokens of all ranks."""
-        mean, variance = masked_moments(x, mask, self._total)
+        mean, variance = masked_moments(x, mask, self._sum_ranks)
         return mean.item(), variance.item()
 
     def _log_values(
@@ -178,7 +178,7 @@ class PPOTrainer(GRPOTrainer):
         returned, spread = self._moments(returns, mask)
         advantage, variance = self._moments(advantages, mask)
         _, unexplained = self._moments(returns - values, mask)
-        found = {
+        metrics = {
             "value/mean": self._moments(values, mask)[0],
             "returns/mean": returned,
             "advantage/mean_raw": advantage,
@@ -186,8 +186,8 @@ class PPOTrainer(GRPOTrainer):
         }
         # Of returns that are all the same, but for rounding, there is nothing to explain.
         if spread > _NO_SPREAD * returned**2:
-            found["value/explained_variance"] = 1 - unexplained / spread
-        log_metrics(self, found)
+            metrics["value/explained_variance"] = 1 - unexplained / spread
+        log_metrics(self, metrics)
 
     def _log_rows(self, advantages: Tensor, mask: Tensor) -> None:
         """In TRL's table of completions, each row's mean advantage for what it had by group."""

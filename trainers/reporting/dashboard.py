@@ -1,10 +1,7 @@
 """`python -m trainers.reporting.dashboard`: W&B panels for what a training logs of its rollouts."""
 
 import argparse
-import json
 import sys
-from pathlib import Path
-from typing import Any
 
 from rollout.errors import ConfigError
 
@@ -21,6 +18,12 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "share of a step": ("rollout/step_share",),
         "used of the GPU": ("rollout/gpu_busy", "rollout/mbu", "rollout/mfu"),
         "seconds": ("rollout/duration_s",),
+        "TRL's own timings, seconds": (
+            "profiling/Time taken: GRPOTrainer._prepare_inputs",
+            "profiling/Time taken: GRPOTrainer.vLLM.generate",
+            "profiling/Time taken: GRPOTrainer._calculate_rewards",
+            "profiling/Time taken: GRPOTrainer.compute_loss",
+        ),
         "rows live": ("rollout/rows_live", "rollout/overrun_rows"),
         "driver's counters": (
             "rollout/gpu_sm_active",
@@ -32,12 +35,10 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Where the time goes": {
         "shares of a rollout": (
             "rollout/time/compute",
-            "rollout/time/host_bound",
-            "rollout/time/h2d_wait",
             "rollout/time/prefill",
-            "rollout/time/padding",
             "rollout/time/tail",
             "rollout/time/sleep",
+            "rollout/time/idle",
         ),
         "ms": ("rollout/wake_ms", "rollout/sleep_ms", "rollout/cast_weights_ms"),
         "graphs captured": ("rollout/graphs_captured",),
@@ -82,7 +83,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Panel -> what traced rollouts leave; see `traces`.
+# Panel -> picture that traced rollouts leave; see `reporting/traces.py`.
 PICTURES = {
     "host and device": "rollout/timeline",
     "rows and speed": "rollout/progress",
@@ -90,31 +91,17 @@ PICTURES = {
 }
 
 
-def layout() -> dict[str, Any]:
-    """The panels by section, as JSON has them: plots of metrics, and pictures."""
-    sections = [
-        {
-            "name": name,
-            "panels": [
-                {"title": title, "x": X, "y": [f"train/{metric}" for metric in metrics]}
-                for title, metrics in panels.items()
-            ],
-        }
-        for name, panels in SECTIONS.items()
-    ]
-    pictures = [
-        {"title": title, "media_keys": [f"train/{picture}"]} for title, picture in PICTURES.items()
-    ]
-    sections.append({"name": "Rollout pictures", "panels": pictures})
-    return {"name": "Rollouts", "sections": sections}
+def _logged(metric: str) -> str:
+    """A metric's name in W&B: TRL logs its timings itself, past the trainer's prefix."""
+    return metric if metric.startswith("profiling/") else f"train/{metric}"
 
 
-def save(project: str, entity: str | None) -> str:
+def save(project: str, entity: str | None = None) -> str:
     """Lay the panels out in a W&B project; returns the address.
 
     Args:
         project: Its name.
-        entity: User or team; `None`: the default of whoever is logged in.
+        entity: User or team; `None`: the default of the account that is logged in.
 
     Raises:
         ConfigError: wandb-workspaces is not installed.
@@ -124,24 +111,26 @@ def save(project: str, entity: str | None) -> str:
         from wandb_workspaces.workspaces import Section, Workspace
     except ImportError as error:
         raise ConfigError(
-            "laying out panels needs wandb-workspaces: pip install 'twinslot[dashboard]'; "
-            "--json FILE writes them down without it"
+            "the panels need wandb-workspaces: pip install 'twinslot[dashboard]'"
         ) from error
-    wanted = layout()
-    sections = [
-        Section(
-            name=section["name"],
-            panels=[
-                MediaBrowser(**panel) if "media_keys" in panel else LinePlot(**panel)
-                for panel in section["panels"]
-            ],
-            is_open=True,
-        )
-        for section in wanted["sections"]
+    panels = {
+        name: [
+            LinePlot(title=title, x=X, y=[_logged(metric) for metric in metrics])
+            for title, metrics in section.items()
+        ]
+        for name, section in SECTIONS.items()
+    }
+    panels["Rollout pictures"] = [
+        MediaBrowser(title=title, media_keys=[f"train/{picture}"])
+        for title, picture in PICTURES.items()
     ]
-    owner = entity or _default_entity()
-    made = Workspace(entity=owner, project=project, name=wanted["name"], sections=sections)
-    return str(made.save().url)
+    workspace = Workspace(
+        entity=entity or _default_entity(),
+        project=project,
+        name="Rollouts",
+        sections=[Section(name=n, panels=each, is_open=True) for n, each in panels.items()],
+    )
+    return str(workspace.save().url)
 
 
 def _default_entity() -> str:
@@ -151,23 +140,16 @@ def _default_entity() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Read the command line, and save the layout in W&B or in a file.
+    """Read the command line, and lay the panels out in W&B.
 
     Raises:
-        ConfigError: wandb-workspaces is not installed, or there is no folder for the file.
+        ConfigError: wandb-workspaces is not installed.
     """
     parser = argparse.ArgumentParser(prog="python -m trainers.reporting.dashboard")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--project", help="W&B project to lay the panels out in")
-    where.add_argument("--json", type=Path, help="file to write them to, to be laid out by hand")
+    parser.add_argument("--project", required=True, help="W&B project to lay the panels out in")
     parser.add_argument("--entity", help="user or team of the project")
     options = parser.parse_args(arguments)
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ConfigError(f"{options.json}: there is no folder {options.json.parent}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(layout(), indent=2) + "\n", encoding="utf-8")
-    else:
-        sys.stdout.write(f"{save(options.project, options.entity)}\n")
+    sys.stdout.write(f"{save(options.project, options.entity)}\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
     Returns:
         Metrics by name: tokens and rows as counts, `finished/` as shares of the rows.
     """
-    found = {
+    metrics = {
         "rollout/generated_tok_s": stats.tokens_per_s,
         "rollout/duration_s": stats.duration_s,
         "rollout/kv_pages_used": stats.peak_pages,
@@ -45,10 +45,10 @@ def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
         "rollout/wake_ms": stats.wake_s * 1e3,
     }
     if stats.cast_bytes:
-        found["rollout/cast_weights_gib"] = stats.cast_bytes / 2**30
-        found["rollout/cast_weights_ms"] = stats.cast_s * 1e3
-    found |= {f"rollout/{name}": share for name, share in stats.device.items()}
-    return found | _length_metrics(stats)
+        metrics["rollout/cast_weights_gib"] = stats.cast_bytes / 2**30
+        metrics["rollout/cast_weights_ms"] = stats.cast_s * 1e3
+    metrics |= {f"rollout/{name}": share for name, share in stats.device.items()}
+    return metrics | _length_metrics(stats)
 
 
 def _length_metrics(stats: RolloutStats) -> dict[str, float]:
@@ -67,18 +67,18 @@ def _length_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def time_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Where a rollout's time went, as shares that add up to 1; `Attribution` defines them."""
+    """Where a rollout's time went, as shares that add up to 1; `TimeShares` defines them."""
     return {f"rollout/time/{part}": share for part, share in stats.time_shares.items()}
 
 
 def summary(stats: RolloutStats) -> str:
-    """One line on a rollout."""
+    """One line: rows, tokens, seconds, tokens/s, lengths, and where the time went."""
     lengths = stats.lengths or [0]
     return (
-        f"rollout of {len(stats.lengths)} rows under policy version {stats.policy_version}: "
-        f"{stats.generated_tokens:,} tokens in {stats.duration_s:.2f} s "
-        f"({stats.tokens_per_s:,.0f} tok/s), {sum(lengths) / len(lengths):,.0f} a row, "
-        f"{max(lengths):,} at most, {stats.num_stopped} stopped; time: {stats.largest_shares}"
+        f"rollout: {len(stats.lengths)} rows, {stats.generated_tokens:,} tokens, "
+        f"{stats.duration_s:.1f} s, {stats.tokens_per_s:,.0f} tok/s; "
+        f"mean length {np.mean(lengths):,.0f}, max {max(lengths):,}, "
+        f"{stats.num_stopped} stopped; {stats.largest_shares}"
     )
 
 
@@ -109,10 +109,10 @@ def gap_metrics(trainer: Any, scored: dict[str, Any], *, sample: bool) -> dict[s
         except Exception as error:  # of this rank alone, perhaps: the others wait for its numbers
             trained, failure = sampled, error
     difference = (trained - sampled) * mask
-    found = _drift(trainer, difference.abs(), mask, failure)
-    if found and "importance_sampling_ratio" in scored:
-        found |= _raw_ratio(trainer, difference, mask)
-    return found
+    metrics = _drift(trainer, difference.abs(), mask, failure)
+    if metrics and "importance_sampling_ratio" in scored:
+        metrics |= _raw_ratio(trainer, difference, mask)
+    return metrics
 
 
 def _drift(trainer: Any, gaps: Tensor, mask: Tensor, failure: Exception | None) -> dict[str, float]:
@@ -129,14 +129,14 @@ def _drift(trainer: Any, gaps: Tensor, mask: Tensor, failure: Exception | None) 
     distances, tokens = totals[: len(_BUCKETS)], totals[len(_BUCKETS) :]
     if not sum(tokens):
         return {}
-    found = {
+    metrics = {
         "rollout/logp_gap": sum(distances) / sum(tokens),
         "rollout/logp_gap_max": ranks[:, -2].max().item(),
     }
     for name, distance, count in zip(_BUCKETS, distances, tokens, strict=True):
         if count:
-            found[f"rollout/logp_gap/{name}"] = distance / count
-    return found
+            metrics[f"rollout/logp_gap/{name}"] = distance / count
+    return metrics
 
 
 def _check_computed(failure: Exception | None, num_failed: float) -> None:
@@ -182,13 +182,13 @@ def _trainers_logps(trainer: Any, scored: dict[str, Any]) -> Tensor:
     return logps
 
 
-def log_metrics(trainer: Any, found: dict[str, float]) -> None:
+def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
     """Log numbers with the trainer's next ones, as training's or evaluation's.
 
     Args:
         trainer: The TRL trainer.
-        found: Metrics by name.
+        metrics: Metrics by name.
     """
     mode = "train" if trainer.model.training else "eval"
-    for name, value in found.items():
+    for name, value in metrics.items():
         trainer._metrics[mode][name].append(value)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,57 +10,60 @@ from tqdm import tqdm
 
 from rollout.engine import RolloutEngine
 from rollout.request import Completion
-from rollout.tools.trace import wrapped
+from rollout.scheduler.batch import Batch
+from rollout.telemetry.observer import Observer
 
 _PERIOD_S = 0.2
 
 
-def shows_progress(trainer: Any, engine: RolloutEngine) -> bool:
+def shows_progress(trainer: Any) -> bool:
     """Whether a person looks on: at the main process's terminal, with the trainer's own bar."""
-    wanted = not (trainer.args.disable_tqdm or engine.config.progress_bar)
-    return wanted and trainer.accelerator.is_main_process and sys.stderr.isatty()
+    wanted = trainer.accelerator.is_main_process and not trainer.args.disable_tqdm
+    return wanted and sys.stderr.isatty()
 
 
 @contextmanager
-def progress(engine: RolloutEngine, num_rows: int, most_tokens: int) -> Iterator[None]:
+def progress(engine: RolloutEngine, num_rows: int, max_new_tokens: int) -> Iterator[None]:
     """Show a bar of what is generated inside, and clear it in the end.
 
     Args:
         engine: An idle engine.
         num_rows: Rows that it will be asked for.
-        most_tokens: New tokens of the longest of them.
+        max_new_tokens: Of the longest of them.
     """
-    with tqdm(total=num_rows, desc="rollout", unit="row", leave=False) as bar:
-        watch = _Watch(engine, bar, most_tokens)
-        with wrapped(engine, "step", watch.step):
-            yield
+    bar = tqdm(total=num_rows, desc="rollout", unit="row", leave=False)
+    with bar, engine.observing(_Progress(engine, bar, max_new_tokens)):
+        yield
 
 
-class _Watch:
-    def __init__(self, engine: RolloutEngine, bar: Any, most_tokens: int) -> None:
-        self._engine, self._bar, self._most_tokens = engine, bar, most_tokens
-        self._began = self._shown = time.perf_counter()
+class _Progress(Observer):
+    def __init__(self, engine: RolloutEngine, bar: Any, max_new_tokens: int) -> None:
+        self._engine, self._bar, self._max_new_tokens = engine, bar, max_new_tokens
+        self._began_s = self._shown_s = time.perf_counter()
+        self._num_steps = self._num_tokens = 0
         self._tail_began: int | None = None  # decode step
 
-    def step(self, step: Callable[[], list[Completion]]) -> list[Completion]:
-        """Run a step, and show where the rollout is."""
-        done = step()
-        if self._tail_began is None and not self._engine.scheduler.num_waiting:
-            self._tail_began = self._engine.stats.decode_steps
-        self._bar.n += len(done)
-        now = time.perf_counter()
+    def launched(self, batch: Batch, num_bytes: int) -> None:
+        """Count, and note when no row waits any more."""
+        self._num_steps += len(batch.rows) > 0
+        self._num_tokens += len(batch.rows)
+        if self._tail_began is None and not self._engine.num_waiting:
+            self._tail_began = self._num_steps
+
+    def settled(self, batch: Batch, completions: Sequence[Completion], stamps: Any) -> None:
+        """Show where the rollout is."""
+        self._bar.n += len(completions)
+        now_s = time.perf_counter()
         # In the tail rows end in most steps, and to draw takes as long as a small model's step.
-        if now - self._shown > _PERIOD_S or self._bar.n == self._bar.total:
-            self._shown = now
-            self._bar.set_postfix_str(self._state(now - self._began))
-        return done
+        if now_s - self._shown_s > _PERIOD_S or self._bar.n == self._bar.total:
+            self._shown_s = now_s
+            self._bar.set_postfix_str(self._state(now_s - self._began_s))
 
     def _state(self, seconds: float) -> str:
-        stats = self._engine.stats
-        text = f"{self._engine.scheduler.num_live} live, {stats.decoded_rows / seconds:,.0f} tok/s"
-        if self._tail_began is None or not stats.decode_steps:
+        text = f"{self._engine.num_live} live, {self._num_tokens / seconds:,.0f} tok/s"
+        if self._tail_began is None or not self._num_steps:
             return text
         # The last row to get a lane has got it, and has so many steps at most.
-        steps = self._most_tokens - (stats.decode_steps - self._tail_began)
-        left_s = max(0.0, steps * seconds / stats.decode_steps)
+        steps = self._max_new_tokens - (self._num_steps - self._tail_began)
+        left_s = max(0.0, steps * seconds / self._num_steps)
         return f"{text}, at most {tqdm.format_interval(left_s)} to the end"

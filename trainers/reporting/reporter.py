@@ -1,6 +1,5 @@
 """What the trainer's logs, its terminal and its folder are told of each rollout."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -8,13 +7,13 @@ from typing import Any
 from rollout.engine import RolloutEngine
 from rollout.request import Completion
 from rollout.telemetry.stats import RolloutStats
+from trainers.config import RolloutConfig
 from trainers.reporting.metrics import log_metrics, rollout_metrics, summary, time_metrics
 from trainers.reporting.progress import progress, shows_progress
 from trainers.reporting.step_timer import StepClock
+from trainers.reporting.terminal import Terminal
 from trainers.reporting.traces import Traces
 from trainers.reporting.utilisation import Utilisation
-
-logger = logging.getLogger(__name__)
 
 
 class Watch:
@@ -23,12 +22,14 @@ class Watch:
     Args:
         trainer: The TRL trainer.
         engine: Its engine, which has not run yet.
+        config: What its generator was given.
     """
 
-    def __init__(self, trainer: Any, engine: RolloutEngine) -> None:
+    def __init__(self, trainer: Any, engine: RolloutEngine, config: RolloutConfig) -> None:
         self._trainer, self._engine = trainer, engine
         self._utilisation = Utilisation(engine)
-        self._clock, self._traces = StepClock(trainer), Traces(trainer, engine)
+        self._clock, self._traces = StepClock(trainer), Traces(trainer, engine, config)
+        self._terminal = Terminal(trainer)
         self._unrested = list[RolloutStats]()
         for callback in (self._clock, self._traces):
             trainer.add_callback(callback)
@@ -39,7 +40,7 @@ class Watch:
         self._clock.begin()
         with ExitStack() as inside:
             inside.enter_context(self._traces.recording())
-            if shows_progress(self._trainer, self._engine):
+            if shows_progress(self._trainer):
                 inside.enter_context(progress(self._engine, num_rows, most_tokens))
             yield
 
@@ -69,12 +70,12 @@ class Watch:
             log_metrics(self._trainer, time_metrics(stats))
             if stats.sleep_s:
                 log_metrics(self._trainer, {"rollout/sleep_ms": stats.sleep_s * 1e3})
-            if self._trainer.accelerator.is_main_process:
-                logger.info("%s", summary(stats))
+            self._terminal.print(summary(stats))
         self._unrested.clear()
 
     def close(self) -> None:
         """Leave what has been recorded, and the trainer alone."""
         self._traces.save()
+        self._terminal.close()
         for callback in (self._clock, self._traces):
             self._trainer.remove_callback(callback)

@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 
 from rollout.engine import RolloutEngine
 from rollout.telemetry.timeline import Timeline, chrome_trace, draw, open_pyplot
-from rollout.tools.trace import tracing
+from rollout.telemetry.trace import Tracer
+from trainers.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +39,17 @@ class Traces(TrainerCallback):
     Args:
         trainer: The TRL trainer.
         engine: Its engine.
+        config: What its generator was given.
 
     Raises:
         ConfigError: Rollouts are to be recorded, and matplotlib is not installed.
     """
 
-    def __init__(self, trainer: Any, engine: RolloutEngine) -> None:
-        self._trainer, self._engine = trainer, engine
+    def __init__(self, trainer: Any, engine: RolloutEngine, config: RolloutConfig) -> None:
+        self._trainer, self._engine, self._config = trainer, engine, config
         self._num_seen, self._step = 0, -1
         self._kept: _Traced | None = None
-        if engine.config.trace != "off":
+        if config.trace != "off":
             open_pyplot()
 
     @contextmanager
@@ -56,15 +58,16 @@ class Traces(TrainerCallback):
         if not self._is_due():
             yield
             return
-        with tracing(self._engine) as timeline:
+        tracer = Tracer(self._engine.device)
+        with self._engine.observing(tracer):
             yield
         step = self._trainer.state.global_step + 1
-        self._kept = _Traced(step, timeline, list(self._engine.stats.lengths))
-        if self._engine.config.trace_period:
+        self._kept = _Traced(step, tracer.timeline, list(self._engine.stats.lengths))
+        if self._config.trace_period:
             self.save()
 
     def _is_due(self) -> bool:
-        config, trainer = self._engine.config, self._trainer
+        config, trainer = self._config, self._trainer
         if config.trace == "off" or not trainer.model.training:
             return False
         # Turns of a tool loop are in one step, and would take each other's files.

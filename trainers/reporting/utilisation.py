@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from rollout.engine import RolloutEngine
-from rollout.telemetry.roofline import contexts, peak_operations
+from rollout.telemetry.roofline import contexts, copy_bandwidth, peak_operations
 from rollout.telemetry.stats import RolloutStats
-from rollout.tools.doctor import copy_bandwidth
 
 
 class Utilisation:
@@ -33,7 +32,7 @@ class Utilisation:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._bandwidth = self._peak = None
-        device = engine.worker.device
+        device = engine.device
         if device.type == "cuda":
             self._bandwidth = copy_bandwidth("cuda", "cuda")
             self._peak = peak_operations(torch.cuda.get_device_name(device))
@@ -50,11 +49,11 @@ class Utilisation:
         """
         if not (self._bandwidth and stats.duration_s):
             return {}
-        cost = self._engine.worker.cost()  # now: training casts and shards after `attach`
+        cost = self._engine.cost()  # now: training casts and shards after `attach`
         read = contexts([len(prompt) for prompt in prompts], lengths)
         moved = cost.decode_bytes(stats.engine_steps, read)
-        found = {
-            "rollout/gpu_busy": stats.attribution.busy_s / stats.duration_s,
+        shares = {
+            "rollout/gpu_busy": stats.shares.busy_s / stats.duration_s,
             "rollout/mbu": moved / self._bandwidth / stats.duration_s,
         }
         if self._peak:
@@ -64,5 +63,5 @@ class Utilisation:
             prefilled = min(sum(wanted), stats.prefilled_tokens)
             attended = min(sum(n * (n + 1) // 2 for n in wanted), stats.attended_tokens)
             ran = cost.operations(sum(lengths) + prefilled, read + attended)
-            found["rollout/mfu"] = ran / self._peak / stats.duration_s
-        return found
+            shares["rollout/mfu"] = ran / self._peak / stats.duration_s
+        return shares

@@ -1,0 +1,49 @@
+"""What a terminal shows of a rollout: one line, in place of every metric in TRL's dictionary."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tqdm import tqdm
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from trl import RichProgressCallback
+
+# By exact type: a callback that a user derives from these shows what the user wants.
+_PRINTERS = (PrinterCallback, ProgressCallback, RichProgressCallback)
+_OURS = ("rollout/", "eval_rollout/", "sampling/raw_", "eval_sampling/raw_")
+
+
+class Terminal:
+    """Keeps rollout metrics out of what the trainer prints, and prints lines instead.
+
+    The metrics still go to W&B, TensorBoard and `trainer.state.log_history`.
+
+    Args:
+        trainer: A TRL trainer. Where it has none of the stock callbacks that print, nothing is
+            printed.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        callbacks = trainer.callback_handler.callbacks
+        self._printers = [callback for callback in callbacks if type(callback) in _PRINTERS]
+        for callback in self._printers:
+            callback.on_log = partial(_log_without_ours, callback.on_log)
+        self._prints = bool(self._printers) and trainer.accelerator.is_main_process
+
+    def print(self, line: str) -> None:
+        """Print a line above the bars, on the main process."""
+        if self._prints:
+            tqdm.write(line)
+
+    def close(self) -> None:
+        """Let the trainer print all that it logs."""
+        for callback in self._printers:
+            del callback.on_log
+        self._printers = []
+
+
+def _log_without_ours(
+    on_log: Callable[..., None], args: Any, state: Any, control: Any, logs: Any = None, **rest: Any
+) -> None:
+    shown = {name: value for name, value in (logs or {}).items() if not name.startswith(_OURS)}
+    on_log(args, state, control, logs=shown, **rest)
