@@ -310,21 +310,6 @@ def test_a_lane_forgets_the_flags_of_the_row_before():
         assert penalised[index].logprobs == wanted[index].logprobs
 
 
-def test_a_batch_takes_what_one_of_its_rows_needs():
-    config = EngineConfig(max_rows=2, page_tokens=4)
-    with RolloutEngine(tiny.build(), config) as engine:
-        seen, run = [], engine.worker.graphs.run
-        engine.worker.graphs.run = lambda slot: (seen.append(slot.batch.draw), run(slot))
-        how = [
-            SamplingParams(max_new_tokens=2, suppress_tokens=(9,)),
-            SamplingParams(max_new_tokens=4, top_k=3),
-            SamplingParams(max_new_tokens=7),
-        ]
-        engine.generate([[9], [10], [11]], how)
-    assert set(seen) == {Draw.PLAIN, Draw.FILTERED, Draw.PENALISED}
-    assert seen[-1] == Draw.PLAIN
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

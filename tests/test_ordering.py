@@ -17,7 +17,6 @@ from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.memory.kv_cache import KVCache
 from rollout.model.twin import Twin
 from rollout.runner.forward import Forward, Lanes
-from rollout.scheduler.lanes import LaneTable
 from rollout.scheduler.pages import TRASH_PAGE
 
 STREAMS = ["h2d", "compute", "d2h", "swap"]
@@ -243,13 +242,12 @@ def test_a_pause_of_an_idle_engine_leaves_nothing_behind_the_trainers_back(recor
     assert recorder.log[-1] == ("wait", recorder.log[-2][1], "trainer")
 
 
-def test_pages_move_behind_the_last_batch_and_before_whoever_needs_them(recorded, monkeypatch):
+def test_pages_move_behind_the_last_batch_and_before_whoever_needs_them(recorded):
     """Rule 2."""
     engine, recorder = recorded
     recorder.names = list(STREAMS)
     page_bytes = engine.worker.kv_cache.layout.page_bytes
     config = EngineConfig(max_rows=6, page_tokens=4, kv_bytes=21 * page_bytes, offload_bytes=2**30)
-    monkeypatch.setattr(LaneTable, "growth", lambda _: 0)  # so that rows soon give way
     engine = RolloutEngine(tiny.build(), config)
     log, move, leaving, back, num_waits = recorder.log, engine.worker.swap.move, {}, [], 0
 

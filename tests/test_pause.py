@@ -1,6 +1,7 @@
 """Weights that change in the middle of a rollout, rows that are dropped, rows that are streamed."""
 
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import count
 
 import fakes
 import pytest
@@ -221,7 +222,6 @@ def test_rows_are_dropped_at_any_step_and_the_others_never_notice(which, num_slo
             for row, completion in done.items():
                 assert (completion.token_ids, completion.logprobs) == wanted[ids.index(row)]
             assert engine.scheduler.pages.num_used == 0
-            assert engine.scheduler._host_pages.num_used == 0
 
 
 def test_dropping_every_row_that_waits_leaves_an_idle_engine():
@@ -232,28 +232,22 @@ def test_dropping_every_row_that_waits_leaves_an_idle_engine():
         assert len(engine.generate([[9]], SamplingParams(max_new_tokens=5))) == 1
 
 
-@pytest.mark.parametrize("num_forgotten", [0, 1, 4])
-def test_an_interrupt_while_rows_are_dropped_ends_every_row(monkeypatch, num_forgotten):
-    """Whichever of them it comes at: 4 have a lane, and 5 wait."""
+def test_an_interrupt_while_rows_are_dropped_ends_every_row():
+    """Whichever line it comes at, once the first row may be gone: 4 have a lane, and 5 wait."""
     with tight(tiny.build()) as engine:
         wanted = [completion.token_ids for completion in engine.generate(*work())]
-        ids = submit_all(engine, work())
-        for _ in range(12):
-            engine.step()
-        forget, forgotten = engine.scheduler._waiting.forget, []
-
-        def interrupted(row, num_tokens):
-            if len(forgotten) == num_forgotten:
-                raise KeyboardInterrupt
-            forgotten.append(row)
-            forget(row, num_tokens)
-
-        monkeypatch.setattr(engine.scheduler._waiting, "forget", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.abort(ids)
-        assert not engine.busy
-        engine.scheduler.check()
-        assert engine.scheduler.pages.num_used == 0
+        for number in count(10, 40):
+            ids = submit_all(engine, work())
+            for _ in range(12):
+                engine.step()
+            with suppress(KeyboardInterrupt), fakes.interrupt_at_line(number) as passed:
+                engine.abort(ids)
+            if passed[0] < number:
+                break
+            assert not engine.busy
+            engine.scheduler.check()
+        assert number > 200
+        run(engine)
         assert [completion.token_ids for completion in engine.generate(*work())] == wanted
 
 
