@@ -170,7 +170,7 @@ def test_embeddings_that_are_resized_later_are_refused():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(ConfigError, match="on_policy='near': it must be 'close' or 'exact'"):
+    with pytest.raises(ConfigError, match="on_policy='near': must be 'close' or 'exact'"):
         EngineConfig(on_policy="near")
 
 

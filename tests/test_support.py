@@ -22,7 +22,7 @@ def test_supported_families_pass(family):
         ({"is_encoder_decoder": True}, "encoder-decoder; use a decoder-only model"),
         ({"kv_lora_rank": 8}, r"multi-head latent attention \(MLA\)"),
         ({"v_head_dim": 8}, r"value heads \(8\) and key heads have unequal sizes"),
-        ({"head_dim": 512}, "head size is 512, and 256 is the largest"),
+        ({"head_dim": 512}, "head_dim is 512; the attention kernels run up to 256"),
         ({"num_kv_shared_layers": 2}, "2 of its layers share the KV cache"),
         ({"layer_types": ["linear_attention"] * 3}, "linear_attention layers"),
         ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention layers"),
@@ -36,7 +36,7 @@ def test_models_are_refused_by_config(changes, message):
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
     with pytest.raises(
-        UnsupportedModel, match=f"Qwen3ForCausalLM cannot run.*{message}.*; failing that, generate"
+        UnsupportedModel, match=f"Qwen3ForCausalLM cannot run.*{message}.*; otherwise, generate"
     ):
         check_model(model)
 
@@ -67,8 +67,8 @@ def real_config(name, **changes):
         ("deepseek_v3", {"kv_lora_rank": 16}, "MLA"),
         ("llama4_text", {}, "chunked_attention"),
         ("qwen3_next", {}, "linear_attention"),
-        ("gemma4_text", TINY, r"unequal head_dim \(16, 512\); one page cannot"),
-        ("roberta", {**TINY, "is_decoder": True}, "positions by the padding token's id"),
+        ("gemma4_text", TINY, r"differ in head_dim \(16, 512\)"),
+        ("roberta", {**TINY, "is_decoder": True}, "positions from the padding token's id"),
         (
             "llama4_text",
             {**TINY, "layer_types": ["full_attention"] * 2},
@@ -135,11 +135,11 @@ def test_prompt_learning_is_refused():
 
 def test_adapters_that_begin_in_the_middle_of_a_row_are_refused():
     config = LoraConfig(target_modules=["q_proj"], r=2, alora_invocation_tokens=[12, 13])
-    with pytest.raises(UnsupportedModel, match=r"activated LoRA .* use LoRA without them"):
+    with pytest.raises(UnsupportedModel, match=r"activated LoRA .* use LoRA without `alora"):
         check_model(get_peft_model(tiny.build(), config))
 
 
-EIGHT_BITS = "Linear8bitLt.* outliers over all rows of a batch.* load it in bfloat16"
+EIGHT_BITS = "Linear8bitLt.* all rows of a batch for outliers.* load it in bfloat16"
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
