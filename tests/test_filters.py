@@ -316,7 +316,7 @@ def test_a_lane_forgets_the_flags_of_the_row_before():
         ({"suppress_tokens": (3, 61)}, "suppress_tokens: token id 61 is outside"),
         ({"min_new_tokens": 2, "eos_token_ids": (99,)}, "eos_token_ids: token id 99 is outside"),
         ({"bad_words_ids": ((61,),)}, "bad_words_ids: token id 61 is outside"),
-        ({"suppress_tokens": tuple(range(61))}, "leave none of the 61 tokens"),
+        ({"suppress_tokens": tuple(range(61))}, "suppress all of the 61 tokens"),
     ],
     ids=str,
 )

@@ -667,7 +667,7 @@ def test_out_of_memory_in_prefill_is_named_and_the_engine_goes_on():
             torch.empty(2**50, device="cuda")
 
         engine.worker.graphs.forward.prefill = greedy
-        with pytest.raises(OutOfMemory, match=r"kv_fraction=0.9, prefill_tokens=64.*lower one"):
+        with pytest.raises(OutOfMemory, match=r"kv_fraction=0.9, prefill_tokens=64"):
             engine.generate(*work())
         engine.worker.graphs.forward.prefill = prefill
         assert rows_of(engine.generate(*work())) == wanted

@@ -172,7 +172,7 @@ def test_what_cannot_be_done_in_a_pause_says_so():
         ):
             with pytest.raises(EnginePaused, match=r"call resume\(\)"):
                 call()
-        with pytest.raises(ConfigError, match="kv='drop': it must be 'keep' or 'recompute'"):
+        with pytest.raises(ConfigError, match="kv='drop': must be 'keep' or 'recompute'"):
             engine.resume(kv="drop")
         engine.resume()
         assert len(run(engine)) == 1

@@ -16,7 +16,7 @@ from rollout.support import check_model, check_placed
         ({"is_encoder_decoder": True}, "encoder-decoder; use a decoder-only model"),
         ({"kv_lora_rank": 8}, r"multi-head latent attention \(MLA\)"),
         ({"v_head_dim": 8}, r"value heads \(8\) and key heads have unequal sizes"),
-        ({"head_dim": 512}, "head size is 512, and 256 is the largest"),
+        ({"head_dim": 512}, "head_dim is 512; the attention kernels run up to 256"),
         ({"num_kv_shared_layers": 2}, "2 of its layers share the KV cache"),
         ({"layer_types": ["linear_attention"] * 3}, "linear_attention layers"),
         ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention layers"),
@@ -30,7 +30,7 @@ def test_models_are_refused_by_config(changes, message):
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
     with pytest.raises(
-        UnsupportedModel, match=f"Qwen3ForCausalLM cannot run.*{message}.*; failing that, generate"
+        UnsupportedModel, match=f"Qwen3ForCausalLM cannot run.*{message}.*; otherwise, generate"
     ):
         check_model(model)
 
@@ -61,8 +61,8 @@ def real_config(name, **changes):
         ("deepseek_v3", {"kv_lora_rank": 16}, "MLA"),
         ("llama4_text", {}, "chunked_attention"),
         ("qwen3_next", {}, "linear_attention"),
-        ("gemma4_text", TINY, r"unequal head_dim \(16, 512\); one page cannot"),
-        ("roberta", {**TINY, "is_decoder": True}, "positions by the padding token's id"),
+        ("gemma4_text", TINY, r"differ in head_dim \(16, 512\)"),
+        ("roberta", {**TINY, "is_decoder": True}, "positions from the padding token's id"),
         (
             "llama4_text",
             {**TINY, "layer_types": ["full_attention"] * 2},
@@ -141,7 +141,7 @@ def real_eight_bit():
 
 PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 ALORA = LoraConfig(target_modules=["q_proj"], r=2, alora_invocation_tokens=[12, 13])
-EIGHT_BITS = "Linear8bitLt.* outliers over all rows of a batch.* load it in bfloat16"
+EIGHT_BITS = "Linear8bitLt.* all rows of a batch for outliers.* load it in bfloat16"
 COMPILED = r"use module.compile\(\) instead"
 
 
@@ -151,7 +151,7 @@ COMPILED = r"use module.compile\(\) instead"
         (multimodal, "images or audio; load its text model alone"),
         (lambda: torch.nn.Linear(2, 2), "not a transformers model"),
         (lambda: adapted(PROMPT_TUNING), "virtual tokens into the KV cache; use LoRA"),
-        (lambda: adapted(ALORA), "activated LoRA .* use LoRA without them"),
+        (lambda: adapted(ALORA), "activated LoRA .* use LoRA without `alora"),
         (lambda: eight_bit(adapters=False), EIGHT_BITS),
         (lambda: eight_bit(adapters=True), EIGHT_BITS),
         (real_eight_bit, EIGHT_BITS),
