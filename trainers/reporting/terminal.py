@@ -1,5 +1,6 @@
 """What a terminal shows of a rollout: one line, in place of every metric in TRL's dictionary."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import RichProgressCallback
+
+logger = logging.getLogger(__name__)
 
 # By exact type: a callback that a user derives from these shows what the user wants.
 _PRINTERS = (PrinterCallback, ProgressCallback, RichProgressCallback)
@@ -19,8 +22,8 @@ class Terminal:
     The metrics still go to W&B, TensorBoard and `trainer.state.log_history`.
 
     Args:
-        trainer: A TRL trainer. Where it has none of the stock callbacks that print, nothing is
-            printed.
+        trainer: A TRL trainer. If it has none of the stock callbacks that print, lines are logged
+            at INFO instead.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -28,12 +31,14 @@ class Terminal:
         self._printers = [callback for callback in callbacks if type(callback) in _PRINTERS]
         for callback in self._printers:
             callback.on_log = partial(_log_without_ours, callback.on_log)
-        self._prints = bool(self._printers) and trainer.accelerator.is_main_process
+        self._is_main = trainer.accelerator.is_main_process
 
     def print(self, line: str) -> None:
         """Print a line above the bars, on the main process."""
-        if self._prints:
+        if self._is_main and self._printers:
             tqdm.write(line)
+        elif self._is_main:
+            logger.info(line)
 
     def close(self) -> None:
         """Let the trainer print all that it logs."""
