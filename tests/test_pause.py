@@ -107,9 +107,9 @@ def test_kept_kv_is_neither_the_old_weights_nor_the_new_ones():
     (_, num_old), (_, num_new) = completion.policy_versions
     assert num_old + num_new == 12
     by_old, by_new = (tiny.logprobs(m, prompt, completion.token_ids) for m in (old, model))
-    found = torch.tensor(completion.logprobs)
-    assert torch.allclose(found[:num_old], by_old[:num_old], atol=1e-5)
-    gaps = [(found - wanted)[num_old:].abs().max() for wanted in (by_old, by_new)]
+    logprobs = torch.tensor(completion.logprobs)
+    assert torch.allclose(logprobs[:num_old], by_old[:num_old], atol=1e-5)
+    gaps = [(logprobs - wanted)[num_old:].abs().max() for wanted in (by_old, by_new)]
     assert min(gaps) > 1e-3
 
 
@@ -272,11 +272,11 @@ def test_rows_are_yielded_as_they_finish():
         assert engine.busy
         with pytest.raises(EngineBusy):
             next(engine.stream(prompts, sampling))
-        found = [first, *stream]
+        rows = [first, *stream]
         assert not engine.busy
-    assert [len(completion.token_ids) for completion in found] == list(range(4, 21, 2))
-    found.sort(key=lambda completion: completion.row)
-    assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
+    assert [len(completion.token_ids) for completion in rows] == list(range(4, 21, 2))
+    rows.sort(key=lambda completion: completion.row)
+    assert [c.token_ids for c in rows] == [c.token_ids for c in wanted]
 
 
 def test_a_stream_that_is_closed_early_drops_its_rows():

@@ -36,7 +36,7 @@ class Optimistic(Rollout):
         super().add(request)
 
 
-def few_rows(number: int) -> Workload:
+def short_rows(number: int) -> Workload:
     """Rows that end a few steps apart, on pages that hold a token or two and come one by one.
 
     By plain random numbers: Hypothesis prefers rows that are alike, and those give way together.
@@ -57,9 +57,9 @@ def few_rows(number: int) -> Workload:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_few_rows_come_back_whatever_ends_in_that_step(depth):
+def test_short_rows_come_back_whatever_ends_in_that_step(depth):
     for number in range(300):
-        Optimistic(few_rows(number), depth).run()
+        Optimistic(short_rows(number), depth).run()
 
 
 def tokens_of(batch, token):

@@ -54,8 +54,8 @@ def test_rows_that_gave_way_are_bitwise_what_they_were(num_slots, offload_bytes)
         fakes.with_history_model,
         lambda engine: fakes.with_lagging_device(fakes.with_history_model(engine)),
     ):
-        found, stats = rows(20, wrap)
-        assert found == wanted
+        tight, stats = rows(20, wrap)
+        assert tight == wanted
         assert stats.preemptions > 3
         assert (stats.offloaded_bytes > 0) == (offload_bytes > 0)
         assert stats.least_free_pages == 0

@@ -80,17 +80,6 @@ class Workload:
         longest = max(request.max_tokens for request in self.requests)
         return pages_for(longest - 1, self.config.page_tokens)
 
-    @property
-    def most_steps(self) -> int:
-        """Steps in which only the oldest row gets on, and all others are prefilled each time."""
-        config, total = self.config, 20 + max(self.arrivals, default=0)
-        longest = max(request.max_tokens for request in self.requests)
-        a_prefill = pages_for(longest, config.prefill_tokens) + 3
-        return total + sum(
-            request.sampling.max_new_tokens * config.max_rows * a_prefill
-            for request in self.requests
-        )
-
 
 def make_request(
     seed: int, num_prompt: int, max_new: int, group: int | None = None, **sampling
