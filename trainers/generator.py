@@ -233,9 +233,9 @@ class RolloutGenerator:
         if collectives:
             rows, seeds = collectives.distribute(rows, seeds)
         sampling = [self._sampling(prompt) for prompt in rows]
+        most_tokens = max((each.max_new_tokens for each in sampling), default=0)
         # No callback reports every change of weights (a loaded checkpoint, averaged weights for an
         # evaluation). So only the turns of one `_generate` share a policy version.
-        most_tokens = max((each.max_new_tokens for each in sampling), default=0)
         with self._reporter.rollout(len(rows), most_tokens):
             generated = self.engine.generate(rows, sampling, seeds, same_weights=same_weights)
         self._reporter.log_rollout(rows, generated)

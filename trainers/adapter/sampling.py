@@ -41,7 +41,7 @@ _NO_EFFECT = {
     "num_return_sequences": 1,
     "include_stop_str_in_output": True,
 }
-_ONE_EACH = "set the trainer's `num_generations`"
+_ONE_EACH = "set `num_generations` of the trainer"
 _OTHER_CUTS = "use `top_p`, `top_k` or `min_p`"
 _NOT_BIASED = "to exclude tokens, use `suppress_tokens` or `bad_words_ids`"
 _LATER_EOS = "set `min_new_tokens`, at most `max_completion_length`"

@@ -7,7 +7,7 @@ from rollout.errors import ConfigError
 
 X = "train/global_step"
 
-# Section -> panel -> metrics as the trainer logs them. W&B adds the prefix `train/`.
+# Section -> panel -> metrics as the trainer logs them. In W&B they are below `train/`.
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Rollout speed": {
         "tokens/s": ("rollout/effective_tok_s", "rollout/tok_s_per_gpu", "rollout/generated_tok_s"),
