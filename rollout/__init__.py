@@ -1,9 +1,4 @@
-"""The door: what we promise to keep.
-
-The engine is imported on first use, so that importing the host half imports no torch.
-
-Read in this order: request, scheduler, slots, forward, engine.
-"""
+"""The public names. `RolloutEngine` is imported on first use, because it imports torch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, on first use (PEP 562)."""
+    """Import the engine on first use (PEP 562)."""
     if name != "RolloutEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from rollout.engine import RolloutEngine

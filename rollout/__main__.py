@@ -5,34 +5,33 @@ import sys
 from rich.console import Console
 
 from rollout.errors import RolloutError
-from rollout.tools import bench, doctor
-from rollout.tools import parity as difference
+from rollout.tools import bench, doctor, parity
 
-USAGE = """python -m rollout doctor            what the engine finds on this machine
-python -m rollout doctor --exact    whether rollouts equal a trainer's forward, and if not, where
-python -m rollout bench             how fast it decodes here; --help says more"""
+USAGE = """python -m rollout doctor            show library versions, the GPU and the kernels in use
+python -m rollout doctor --exact    compare a rollout with a trainer's forward, module by module
+python -m rollout bench             measure decode speed on this machine; see bench --help"""
 
 
 def main(arguments: list[str]) -> None:
-    """Run what the first argument names."""
+    """Run the command that the first argument names."""
     console = Console()
     match arguments:
         case ["doctor"]:
             doctor.report(console)
         case ["doctor", "--exact", *options]:
-            difference.main(options, console)
+            parity.main(options, console)
         case ["bench", *options]:
             bench.main(options)
         case ["-h" | "--help"] | ["doctor", "-h" | "--help"]:
             console.print(USAGE)
         case _:
             console.print(USAGE)
-            sys.stderr.write(f"no such command: {' '.join(arguments)}\n" if arguments else "")
+            sys.stderr.write(f"unknown command: {' '.join(arguments)}\n" if arguments else "")
             sys.exit(2)
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except RolloutError as error:  # its message says what to change, and a traceback hides it
+    except RolloutError as error:  # the message says what to change; a traceback would hide it
         sys.exit(f"{type(error).__name__}: {error}")

@@ -1,12 +1,4 @@
-"""The loop: rows in, one batch after another, completions out.
-
-```
-host     plan 0 | plan 1 | settle 0, plan 2 | settle 1, plan 3
-h2d          0>       1>                 2>
-compute        [ batch 0 ][ batch 1 ][ batch 2 ]
-d2h                      <0         <1
-```
-"""
+"""RolloutEngine: takes prompts, runs one batch after another, returns completions."""
 
 import logging
 import sys
@@ -43,36 +35,28 @@ from rollout.telemetry.stats import RolloutStats
 
 logger = logging.getLogger(__name__)
 
-# What is made in inference mode cannot be written outside of it, and the engine's buffers outlive
-# whatever mode its caller is in.
+# Tensors made in inference mode cannot be written outside it. The engine's buffers outlive the
+# caller's inference mode, so the engine leaves it while it allocates or writes.
 no_inference_mode = torch.inference_mode(mode=False)
 
 
 class RolloutEngine:
     """Generates completions from the weights that a trainer is training.
 
+    After `close`, calls raise `EngineClosed`. Between `pause` and `resume`, `generate`, `stream`,
+    `submit` and `step` raise `EnginePaused`.
+
     Args:
-        model: A transformers decoder, perhaps with PEFT adapters. It is never run, and never
-            changed but by `fuse_projections`: the engine runs a twin of its module tree over the
-            same storage.
-        config: Knobs.
-        autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
-        float32_head: Whether its head computes in float32, outside autocast.
-        param_dtype: Dtype that FSDP or DeepSpeed casts parameters to for the trainer's forward, if
-            any.
-        show_plan: Called with the memory plan, once, before the first batch. `None`: it is logged.
+        model: A transformers decoder, with or without PEFT adapters. The engine runs a twin of its
+            module tree over the same storage. It never runs `model` itself, and changes it only if
+            `fuse_projections` is set.
+        autocast_dtype: Dtype of the autocast around the trainer's forward, if any.
+        float32_head: Whether the trainer's head computes in float32, outside autocast.
+        param_dtype: Dtype that FSDP or DeepSpeed casts parameters to for the forward, if any.
+        show_plan: Called once with the memory plan, before the first batch. `None`: log it.
 
     Raises:
-        UnsupportedModel: The model cannot run on the engine; the message says why.
-        ConfigError: `config` is something else.
-
-    Example:
-        ```python
-        with RolloutEngine(model) as engine:
-            sampling = SamplingParams(max_new_tokens=64, eos_token_ids=(2,))
-            for completion in engine.generate([[1, 5, 9], [1, 7]], sampling):
-                print(completion.token_ids, completion.finish_reason)
-        ```
+        UnsupportedModel: The engine cannot run the model; the message says why.
     """
 
     @no_inference_mode
@@ -87,7 +71,7 @@ class RolloutEngine:
         show_plan: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig | None):
-            raise ConfigError(f"config={config!r:.80}: it must be an EngineConfig(...)")
+            raise ConfigError(f"config={config!r:.80}: must be an EngineConfig(...)")
         self.config = config or EngineConfig()
         self.policy_version = 0
         self.worker = Worker(
@@ -121,24 +105,20 @@ class RolloutEngine:
 
         Args:
             prompts: Token ids of each row.
-            sampling: One for all rows, or one for each.
+            sampling: One for all rows, or one per row.
             seeds: Key of each row's random numbers, `0 <= seed < 2**63`. `None`: 0, 1, 2, ...
-            same_weights: The weights have not changed since the last rollout.
-
-        Returns:
-            One completion a prompt.
+            same_weights: The weights have not changed since the last rollout. Skips refreshing the
+                twin and keeps the policy version.
 
         Raises:
-            RequestError: A prompt, a seed or a sampling parameter cannot be served. Nothing runs.
-            OutOfPages: One row alone needs more KV pages than there can be. Nothing runs.
-            OutOfMemory: The GPU ran out of memory; every row has been given up.
-            EngineBusy: Rows given to `submit` are unfinished.
-            EnginePaused: The engine is paused.
-            EngineClosed: The engine was closed.
+            RequestError: A prompt, a seed or a sampling parameter is invalid. No row runs.
+            OutOfPages: One row needs more KV pages than memory allows. No row runs.
+            OutOfMemory: The GPU ran out of memory. Every row is dropped.
+            EngineBusy: Rows from `submit` are unfinished.
         """
         done: dict[int, Completion] = {}
         stream = self.stream(prompts, sampling, seeds, same_weights=same_weights)
-        with closing(stream):  # an interrupt can come between two steps
+        with closing(stream):  # an interrupt between two steps must drop the rows, too
             for completion in stream:
                 done[completion.row] = completion
         return [done[row] for row in sorted(done)]
@@ -151,16 +131,10 @@ class RolloutEngine:
         *,
         same_weights: bool = False,
     ) -> Generator[Completion]:
-        """Yield completions as they finish; arguments and errors are those of `generate`.
+        """Yield completions as they finish. Arguments and errors are those of `generate`.
 
-        Row ids count up in the order of the prompts. Rows submitted meanwhile are yielded, too.
-        Closing the generator early drops every row.
-
-        Example:
-            ```python
-            for completion in engine.stream(prompts, sampling):
-                print(completion.row, completion.token_ids)
-            ```
+        Row ids count up in the order of the prompts. Completions of rows that you submit meanwhile
+        are yielded, too. Closing the generator early drops every row.
         """
         self._check_running()
         limits = self._limits()
@@ -171,7 +145,7 @@ class RolloutEngine:
     def _stream(
         self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> Generator[Completion]:
-        # A generator begins when it is first asked.
+        # The generator starts at the first `next`; the engine may have changed since `stream`.
         self._check_running()
         self._check_idle()
         try:
@@ -190,42 +164,41 @@ class RolloutEngine:
         *,
         same_weights: bool = False,
     ) -> int:
-        """Queue one row for `step`; returns its id.
+        """Queue one row for `step` and return its id.
 
-        Args:
-            prompt: Token ids.
-            sampling: How to draw, when to stop.
-            seed: Key of the row's random numbers, `0 <= seed < 2**63`.
-            same_weights: The weights have not changed since the last rollout. Only read when
-                the engine is idle: rows that are live keep the weights they began with.
+        Arguments and errors are those of `generate`, without `EngineBusy`. `same_weights` is
+        ignored while other rows are unfinished: they keep the weights that they started with.
+        """
+        return self.submit_all([prompt], sampling, [seed], same_weights=same_weights)[0]
 
-        Raises:
-            RequestError: The row cannot be served.
-            OutOfPages: It alone needs more KV pages than there can be.
-            OutOfMemory: The GPU ran out of memory; every row has been given up.
-            EnginePaused: The engine is paused.
-            EngineClosed: The engine was closed.
+    def submit_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int] | None = None,
+        *,
+        same_weights: bool = False,
+    ) -> list[int]:
+        """Queue several rows for `step` at once; returns their ids, in the order of the prompts.
+
+        Arguments are those of `generate`, errors those of `submit`. Rows of one prompt share its
+        prefill.
         """
         self._check_running()
         limits = self._limits()
-        requests = build_requests([prompt], sampling, [seed], limits)
-        return self._enqueue(requests, limits, same_weights)[0]
+        requests = build_requests(prompts, sampling, seeds, limits)
+        return self._enqueue(requests, limits, same_weights)
 
     @no_inference_mode
     def step(self) -> list[Completion]:
-        """Launch the next batch on the device, then settle the one before it on the host.
+        """Launch the next batch, settle the one before it, and return the rows that finished.
 
-        The host never waits for the batch it has just launched, only for its predecessor, which
-        ran while this one was being planned. First and last batch are no special case: an empty
-        slot has nothing to settle. A failure ends every row, frees every page and is raised.
-
-        Returns:
-            The rows that finished.
+        The host waits only for the previous batch, which ran while it planned this one. Before the
+        first batch and after the last one, a slot is empty and there is nothing to settle. Any
+        exception drops every row and frees every page.
 
         Raises:
             OutOfMemory: The GPU ran out of memory.
-            EnginePaused: The engine is paused.
-            EngineClosed: The engine was closed.
         """
         self._check_running()
         try:
@@ -235,7 +208,7 @@ class RolloutEngine:
             if batch is not None:
                 slot.stage(batch)  # host: fill the pinned buffers
                 slot.upload()  # h2d stream -> slot.uploaded
-                self.worker.swap.move(batch)  # swap stream: pages to the host and back
+                self.worker.swap.move(batch)  # swap stream: pages to and from the host
                 self.worker.graphs.run(slot)  # compute stream -> slot.computed
                 slot.download()  # d2h stream -> slot.downloaded
                 self.observer.launched(batch, slot.staged_bytes)
@@ -252,15 +225,12 @@ class RolloutEngine:
             raise
 
     def abort(self, rows: Collection[int]) -> None:
-        """Drop rows between two steps, and free what they hold; they have no completion.
+        """Drop rows by id, between two steps, and free their pages. They get no completion.
 
-        An interrupt meanwhile ends every row, as one in a step does.
-
-        Args:
-            rows: Their ids. One that is unknown, or has finished, is none.
+        Unknown or finished ids are ignored. An exception meanwhile drops every row.
         """
         self._check_open()
-        ids = set(rows)  # what is no collection costs no row
+        ids = set(rows)  # a bad argument raises here, before any row is lost
         try:
             self.scheduler.abort(ids)
             if not self.busy:
@@ -277,26 +247,26 @@ class RolloutEngine:
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: a copy's arrays would not lie where its tensors do."""
+        """Refuse to be copied or pickled: NumPy views of the copy would miss its tensors."""
         raise RolloutError(
-            "an engine cannot be copied or pickled, nor can what holds it: its memory and streams "
-            "are the device's own. Copy a trainer before `attach` or after `detach`; its model and "
-            "its arguments alone can be copied at any time"
+            "an engine cannot be copied or pickled, nor can an object that contains it, because it "
+            "owns device memory and streams. Copy a trainer before `attach` or after `detach`. You "
+            "can copy its model or its arguments at any time"
         )
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device of the weights."""
         return self.worker.device
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Token ids must be below this."""
         return self.worker.twin.vocab_size
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the rollout that runs, or of the last one."""
+        """Statistics of the current rollout, or else of the last one."""
         return self._recorder.stats
 
     @property
@@ -311,46 +281,38 @@ class RolloutEngine:
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that are ready to be replayed."""
+        """CUDA graphs captured and ready to replay."""
         return len(self.worker.graphs.captured)
 
     def observing(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tell `observer` of each batch that is planned, launched or settled inside.
-
-        Example:
-            ```python
-            with engine.observing(tracer):
-                engine.generate(prompts, sampling)
-            ```
-        """
+        """A context in which `observer` is told of every batch planned, launched or settled."""
         return self.observer.including(observer)
 
     @property
     def busy(self) -> bool:
-        """Whether a row is live or waiting, or a batch in flight."""
+        """Whether rows are live or waiting, or a batch is in flight."""
         rows = self.scheduler.num_live + self.scheduler.num_waiting
         return not self._closed and (rows > 0 or self.slots.in_flight)
 
     @property
     def asleep(self) -> bool:
-        """Whether there is no memory that `sleep` could give back."""
+        """Whether KV pages and cast weights are unmapped, so `sleep` has nothing to release."""
         return self._closed or self.worker.asleep
 
     @no_inference_mode
     def sleep(self) -> None:
-        """Give the memory of KV pages and of cast weights back, until `wake` or the next row.
+        """Release the memory of KV pages and cast weights until `wake` or the next row.
 
-        Beginnings of rows are forgotten; captured graphs stay. Sleeping twice is fine.
+        Cached prefixes are lost. Captured graphs stay valid. Sleeping twice is fine.
 
         Raises:
             EngineBusy: Rows are unfinished.
-            EngineClosed: The engine was closed.
         """
         self._check_open()
         if self.busy:
             raise EngineBusy(
                 f"{self.scheduler.num_live} rows are live and {self.scheduler.num_waiting} wait; "
-                "sleep() would lose their KV, so call step() until they are finished"
+                "sleep() would drop them, so call step() until they are finished"
             )
         if self.asleep:
             return
@@ -359,20 +321,19 @@ class RolloutEngine:
             self.scheduler.reset(num_pages=1)
             self.worker.sleep()
         except BaseException as error:
-            # A scheduler that is half new would lose the rows to come.
+            # A half-reset scheduler would lose later rows; `_give_up` resets it again.
             self._give_up(error)
             raise
         self._recorder.slept(time.perf_counter() - began)
 
     @no_inference_mode
     def wake(self) -> None:
-        """Take back as much memory as `sleep` gave away. Waking twice is fine.
+        """Map as much memory as `sleep` released. Waking twice is fine.
 
-        `generate` and `submit` wake the engine by themselves, with what their rows need.
+        You need not call it: `generate` and `submit` map what their rows need.
 
         Raises:
-            OutOfMemory: Something else has taken it.
-            EngineClosed: The engine was closed.
+            OutOfMemory: Something else uses the memory now.
         """
         self._check_open()
         if not self.asleep:
@@ -385,18 +346,9 @@ class RolloutEngine:
             raise
 
     def pause(self) -> None:
-        """Let the trainer work on the weights from now on, while rows stay as they are.
+        """Let the trainer change the weights while rows are unfinished.
 
-        Call it between two steps; whatever the trainer queues follows the batch in flight.
-
-        Example:
-            ```python
-            engine.step()
-            engine.pause()
-            optimizer.step()
-            engine.resume()
-            engine.step()
-            ```
+        Call it between two steps. Work that the trainer queues runs after the batch in flight.
         """
         self._check_running()
         self.streams.hand_back()
@@ -404,26 +356,23 @@ class RolloutEngine:
         self._paused = True
 
     def resume(self, kv: str = "keep", *, same_weights: bool = False) -> None:
-        """Go on under the weights as they are now.
+        """Continue with the current weights.
 
         Args:
-            kv: `keep`: the KV of tokens that rows already have stays as the old weights made it.
-                `recompute`: it is computed again under the new ones before a row goes on. Rows
-                that are to be prefilled all the same, because they were preempted and the host
-                had no room for their KV, always get the KV of the new ones.
-            same_weights: The weights have not changed. Otherwise a policy version is opened.
+            kv: `keep`: rows keep the KV that the old weights computed. `recompute`: the new
+                weights compute it again before a row continues. Either way, preempted rows whose
+                KV did not fit on the host get KV of the new weights.
+            same_weights: The weights have not changed. Otherwise a new policy version starts.
 
         Raises:
             EnginePaused: The engine is not paused.
-            ConfigError: No such `kv`.
-            OutOfMemory: The GPU ran out of memory. After this, or any other failure to follow the
-                weights, every row has been given up.
+            OutOfMemory: The GPU ran out of memory. This and other failures drop every row.
         """
         self._check_open()
         if not self._paused:
             raise EnginePaused("resume() without pause(): call pause() before weights change")
         if kv not in ("keep", "recompute"):
-            raise ConfigError(f"kv={kv!r}: it must be 'keep' or 'recompute'")
+            raise ConfigError(f"kv={kv!r}: must be 'keep' or 'recompute'")
         self._paused = False
         try:
             self._open_version(same_weights)
@@ -431,13 +380,13 @@ class RolloutEngine:
                 self.scheduler.recompute()
             self._prepare()
         except BaseException as error:
-            # Rows that went on would run on weights that no policy version names.
+            # If rows continued, their tokens would carry the wrong policy version.
             self._give_up(error)
             raise
 
     @contextmanager
     def paused(self, kv: str = "keep", *, same_weights: bool = False) -> Iterator[None]:
-        """`pause`, and `resume` with these arguments whatever happens inside."""
+        """`pause` on entry and `resume` with these arguments on exit, even after an exception."""
         self.pause()
         try:
             yield
@@ -445,7 +394,7 @@ class RolloutEngine:
             self.resume(kv, same_weights=same_weights)
 
     def close(self) -> None:
-        """End every row and give the memory back. Closing twice is fine."""
+        """Drop every row and release the memory. Closing twice is fine."""
         if not self._closed:
             try:
                 self._drop_rows()
@@ -454,38 +403,33 @@ class RolloutEngine:
                 self._closed = True
                 del self.worker, self.slots
 
-    # What a trainer asks of its engine.
+    # For trainers.
 
     @property
     def expected_lengths(self) -> Lengths:
-        """Completion lengths of earlier prompts; rows are admitted by them."""
+        """Completion lengths of earlier prompts, which decide the order of admission."""
         return self.scheduler.lengths
 
     @property
     def exact_shapes(self) -> Mapping[Shape, int]:
-        """Layers that exact mode computes with the batch-invariant product, by their shape."""
+        """`{(outputs, inputs): n}`: with fewer than n rows, such a layer runs our exact kernel."""
         return self.worker.invariant_shapes
 
     def cost(self) -> Cost:
-        """The least bytes and operations of a token, with the weights that rollouts read now."""
+        """Least bytes and operations per token, with the weights that rollouts read now."""
         return self.worker.cost()
 
     @property
     def num_gathered(self) -> int:
-        """How often a sharded parameter was gathered from all ranks."""
+        """Gathers of sharded parameters so far."""
         return 0 if self._closed else self.worker.twin.num_gathered
 
     def join_gathers(self, num_done: int) -> None:
-        """Join the gathers that other ranks still wait for, and keep nothing of them.
-
-        Args:
-            num_done: Parameters of this rollout that this rank has already gathered.
-        """
+        """Join and discard gathers that other ranks wait for; this rank has done `num_done`."""
         self._check_open()
         self.worker.twin.join_gathers(num_done)
 
     def _end_if_idle(self) -> None:
-        """After the last row, hand the device back to the trainer and complete the stats."""
         if not self.busy:
             self.streams.hand_back()
             self._recorder.end(*self.worker.twin.casts.take())
@@ -494,7 +438,7 @@ class RolloutEngine:
     def _enqueue(
         self, requests: Sequence[Request], limits: Limits, same_weights: bool
     ) -> list[int]:
-        """Queue checked requests; on an idle engine this begins a rollout."""
+        """Queue checked requests. On an idle engine this starts a rollout."""
         try:
             if not self.busy:
                 self._recorder.begin()
@@ -505,26 +449,27 @@ class RolloutEngine:
             rows = self.scheduler.add(requests)
             self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))
             self._prepare()
-            self._plan_once()
+            if not self._planned:  # the plan reports memory that is mapped by now
+                self._planned = True
+                self._show_plan(self.worker.plan())
         except BaseException as error:
             self._give_up(error)
             raise
         return rows
 
     def _give_up(self, error: BaseException) -> None:
-        """End every row after a failure, and say of a lack of memory what helps."""
+        """Drop every row after a failure. Raise `OutOfMemory` if it was a lack of GPU memory."""
         self._drop_rows()
         if is_out_of_memory(error):
             num_bytes = self.worker.kv_cache.num_bytes
             raise OutOfMemory(
-                f"the GPU has no memory left (KV pages take {num_bytes} bytes; "
-                f"kv_bytes={self.config.kv_bytes}, kv_fraction={self.config.kv_share}, "
-                f"prefill_tokens={self.config.prefill_tokens}, max_rows={self.config.max_rows}); "
-                "lower one of them"
+                f"the GPU ran out of memory; KV pages take {num_bytes / 2**30:.2f} GiB; lower "
+                f"one of kv_bytes={self.config.kv_bytes}, kv_fraction={self.config.kv_share}, "
+                f"prefill_tokens={self.config.prefill_tokens}, max_rows={self.config.max_rows}"
             ) from error
 
     def _drop_rows(self) -> None:
-        """Forget every row, live or waiting, and wait until the device has, too."""
+        """Drop every row and wait until the device has finished the batches in flight."""
         if self._closed:
             return
         self._recorder.give_up()
@@ -532,7 +477,7 @@ class RolloutEngine:
             self.slots.drain()
             self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
         except BaseException:
-            # An interrupt may have left it half new, or the device has failed.
+            # The device may have failed, or an interrupt may have left a half-reset scheduler.
             self.scheduler.reset(num_pages=self.worker.kv_cache.num_pages)
             raise
         finally:
@@ -540,39 +485,32 @@ class RolloutEngine:
 
     @no_inference_mode
     def _open_version(self, same_weights: bool) -> None:
-        """Run behind whatever the trainer has queued, on a new policy version if it may be one."""
+        """Order the engine's streams after the trainer's work, then follow changed weights."""
         self.streams.take_over()
         if not self.busy:
-            self.worker.twin.casts.forget()  # of another rollout, or before the first
+            self.worker.twin.casts.forget()  # casts counted outside this rollout
         try:
             if not same_weights or self.worker.twin.missing_bytes:
                 self.worker.refresh()
             self.policy_version += not same_weights
         finally:
             if not self.busy:
-                self.streams.hand_back()  # there may be no batch to do it
+                self.streams.hand_back()  # there may be no batch to run, so no step would do it
 
     def _prepare(self) -> None:
-        """Have a graph for whatever the rows at hand can need."""
+        """Capture the graphs that the unfinished rows can need."""
         began, before = time.perf_counter(), self.worker.graphs.num_captures
         self.worker.prepare(self.scheduler.largest_batch())
         num_graphs = self.worker.graphs.num_captures - before
         self._recorder.warmed_up(num_graphs, time.perf_counter() - began)
 
     def _grow(self, num_pages: int) -> None:
-        """Have so many KV pages at least; those that there are keep what they hold."""
+        """Map at least `num_pages` KV pages. Existing pages keep their contents."""
         self.worker.grow(num_pages)
         self.scheduler.pages.grow(num_pages)
         self._recorder.mapped(self.worker.kv_cache.num_bytes, *self.worker.take_costs())
 
-    def _plan_once(self) -> None:
-        """Say before the first batch what memory is taken for what, now that it is."""
-        if not self._planned:
-            self._planned = True
-            self._show_plan(self.worker.plan())
-
     def _limits(self) -> Limits:
-        """What one row may ask for, now that so much memory is free."""
         max_pages = self.worker.max_pages()
         return Limits(
             vocab_size=self.worker.twin.vocab_size,
@@ -584,7 +522,7 @@ class RolloutEngine:
 
     def _check_idle(self) -> None:
         if self.busy:
-            raise EngineBusy("rows given to submit() are unfinished; call step() until they are")
+            raise EngineBusy("rows from submit() are unfinished; call step() until `busy` is False")
 
     def _check_running(self) -> None:
         self._check_open()

@@ -1,14 +1,14 @@
-"""Everything raised on purpose, as a tree under RolloutError.
+"""Every error that this project raises on purpose derives from RolloutError.
 
 RolloutError
- |- ConfigError (ValueError)              a knob of EngineConfig or EngineConfig
+ |- ConfigError (ValueError)              a knob of EngineConfig or RolloutConfig
  |- RequestError (ValueError)             a prompt, a sampling parameter, a seed
- |- OutOfPages                            KV pages wanted, none free
- |- OutOfMemory (MemoryError)             the GPU has no memory left for a step
- |- EngineBusy                            a call that needs an idle engine
+ |- OutOfPages                            a row needs more KV pages than memory allows
+ |- OutOfMemory (MemoryError)             the GPU ran out of memory
+ |- EngineBusy                            the call needs an idle engine
  |- EnginePaused                          a call between pause() and resume(), or resume() alone
  |- EngineClosed                          a call after close()
- |- Unsupported (NotImplementedError)     what the engine refuses, and the way out
+ |- Unsupported (NotImplementedError)     what the engine refuses, and what to do instead
      |- UnsupportedModel
      |- UnsupportedTrainer
 """
@@ -29,35 +29,35 @@ class RolloutError(Exception):
 
 
 class ConfigError(RolloutError, ValueError):
-    """A knob has a value that cannot work, or no such knob exists."""
+    """A knob is unknown or has an invalid value."""
 
 
 class RequestError(RolloutError, ValueError):
-    """A prompt, a sampling parameter or a seed cannot be served."""
+    """A prompt, a sampling parameter or a seed is invalid."""
 
 
 class OutOfPages(RolloutError):
-    """More KV pages are wanted than are free. Nothing has changed when this is raised."""
+    """A row needs more KV pages than memory allows. The engine has changed nothing."""
 
 
 class OutOfMemory(RolloutError, MemoryError):
-    """The device ran out of memory. Every row has been given up; the engine can be used again."""
+    """The device ran out of memory. The engine dropped every row and can be used again."""
 
 
 class EngineBusy(RolloutError):
-    """The call needs an engine without live rows."""
+    """The call needs an idle engine, and rows are unfinished."""
 
 
 class EnginePaused(RolloutError):
-    """The call needs an engine that is not paused, or `resume` one that is."""
+    """The engine is paused; or `resume` was called and it is not paused."""
 
 
 class EngineClosed(RolloutError):
-    """The engine was closed and holds no memory any more."""
+    """The engine was closed. Its memory is released."""
 
 
 class Unsupported(RolloutError, NotImplementedError):
-    """Something the engine refuses by name; the message says why and what to do instead."""
+    """The engine refuses this case. The message says why and what to do instead."""
 
 
 class UnsupportedModel(Unsupported):
@@ -65,13 +65,13 @@ class UnsupportedModel(Unsupported):
 
 
 class UnsupportedTrainer(Unsupported):
-    """The trainer, or the way it is set up, cannot take its rollouts from the engine."""
+    """The engine cannot serve this trainer or one of its settings."""
 
 
 def refuse_unknown(error: type[RolloutError]) -> Callable[[type[T]], type[T]]:
-    """Let a dataclass answer an unknown argument with `error`, which names the closest known one.
+    """Decorate a dataclass so that an unknown argument raises `error` with the closest known name.
 
-    Goes above `@dataclass`. A subclass with fields of its own needs it again.
+    Put it above `@dataclass`. A subclass that adds fields needs it again.
 
     Example:
         >>> from dataclasses import dataclass
@@ -104,40 +104,26 @@ def refuse_unknown(error: type[RolloutError]) -> Callable[[type[T]], type[T]]:
 
 
 def check_count(error: type[RolloutError], name: str, value: Any, least: int = 1) -> None:
-    """Raise `error` unless `value` is a whole number of at least `least`; a bool is not.
-
-    Example:
-        >>> check_count(ConfigError, "max_rows", 2.5)
-        Traceback (most recent call last):
-        ...
-        rollout.errors.ConfigError: max_rows=2.5: it must be a whole number of at least 1
-    """
+    """Raise `error` unless `value` is an integer >= `least`. A bool is not an integer here."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise error(f"{name}={value!r}: it must be a whole number of at least {least}")
+        raise error(f"{name}={value!r}: must be an integer >= {least}")
 
 
 def check_choice(error: type[RolloutError], name: str, value: Any, *choices: Any) -> None:
-    """Raise `error` unless `value` is one of `choices`, and of the same type: 1 is not True.
-
-    Example:
-        >>> check_choice(ConfigError, "kv_keep", "never", "rollout", "always")
-        Traceback (most recent call last):
-        ...
-        rollout.errors.ConfigError: kv_keep='never': it must be 'rollout' or 'always'
-    """
+    """Raise `error` unless `value` equals one of `choices` and has its type: 1 is not True."""
     if (type(value), value) not in [(type(choice), choice) for choice in choices]:
         *others, last = map(repr, choices)
-        raise error(f"{name}={value!r}: it must be {', '.join(others)} or {last}")
+        raise error(f"{name}={value!r}: must be {', '.join(others)} or {last}")
 
 
 def check_options(options: Any, **least: int) -> None:
-    """Raise `ConfigError` unless each named option of a parsed command line is at least so much."""
-    for name, count in least.items():
-        check_count(ConfigError, f"--{name.replace('_', '-')}", getattr(options, name), count)
+    """Raise `ConfigError` unless each named command-line option is an integer >= its `least`."""
+    for name, bound in least.items():
+        check_count(ConfigError, f"--{name.replace('_', '-')}", getattr(options, name), bound)
 
 
 def is_real(value: Any) -> bool:
-    """Whether `value` is a finite number; a bool is not."""
+    """Whether `value` is a finite number. A bool is not a number here."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The nouns that travel: what is asked, what one step runs, what comes back."""
+"""What a caller asks for (`Request`) and what it gets back (`Completion`)."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,7 +11,7 @@ from rollout.sampling_params import SamplingParams
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-# More tokens than any vocabulary has, which float64 and int64 both hold.
+# Caps `top_k`: larger than any vocabulary, and exact in float64.
 _ALL_TOKENS = 2**31
 
 
@@ -19,9 +19,9 @@ class FinishReason(StrEnum):
     """Why a row ended, in vLLM's words."""
 
     STOP = "stop"
-    """It sampled one of its `eos_token_ids`, or completed one of its `stop_strings`."""
+    """The row sampled one of its `eos_token_ids` or completed one of its `stop_strings`."""
     LENGTH = "length"
-    """It reached `max_new_tokens`."""
+    """The row reached `max_new_tokens`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +30,8 @@ class Request:
 
     Attributes:
         prompt: Token ids, `(prompt_tokens,)`.
-        sampling: How to draw, when to stop.
         seed: Key of the row's random numbers, `0 <= seed < 2**63`. The same logits and seed give
-            the same draw in any batch; logits round a little with the batch's size.
+            the same draw in any batch. Logits may round differently in another batch.
     """
 
     prompt: Ints
@@ -41,39 +40,38 @@ class Request:
 
     @property
     def settings(self) -> tuple[float, ...]:
-        """Its sampling settings besides the temperature, in the order of `SETTINGS`."""
-        asked = self.sampling
-        first_stop = len(self.prompt) + asked.min_new_tokens
-        penalties = (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty)
-        top_k = min(max(asked.top_k, 0), _ALL_TOKENS)
-        return (top_k, asked.top_p, asked.min_p, *penalties, first_stop)
+        """Sampling settings without the temperature, in the order of `SETTINGS`."""
+        params = self.sampling
+        first_stop = len(self.prompt) + params.min_new_tokens
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        top_k = min(max(params.top_k, 0), _ALL_TOKENS)
+        return (top_k, params.top_p, params.min_p, *penalties, first_stop)
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and longest completion, in tokens."""
+        """Tokens of the prompt plus `max_new_tokens`."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens whose KV is written: that of a row's last token never is."""
+        """Tokens that need KV: all but the last one, which no later token attends to."""
         return self.max_tokens - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one request became.
+    """The result of one request.
 
     Attributes:
         row: The id that `submit` returned.
-        token_ids: Generated tokens, with the final EOS if there was one; at least one token.
-        logprobs: Natural-log probability of each token at the row's temperature over the full
+        token_ids: Generated tokens, at least one. A final EOS is included.
+        logprobs: Natural-log probability of each token, at the row's temperature, over the full
             vocabulary.
-        finish_reason: Why it ended.
-        policy_versions: The weights that generated it: each policy version, in order, with the
-            number of tokens that are its.
-        entropies: Entropy, in nats, of each token's distribution at the temperature over the full
-            vocabulary; `None` unless `EngineConfig(entropies=True)`.
-        kept_mass: Probability, in that distribution, of all tokens among which each was drawn;
+        policy_versions: `(policy version, number of tokens)` of the weights that generated the
+            tokens, in order.
+        entropies: Entropy of that distribution at each token, in nats; `None` unless
+            `EngineConfig(entropies=True)`.
+        kept_mass: Total probability, in that distribution, of the tokens that each was drawn from;
             `None` unless `EngineConfig(kept_mass=True)`.
     """
 

@@ -1,4 +1,4 @@
-"""Texts that end a row, found by looking up a token and decoding few of those before it."""
+"""Stop strings: texts that end a row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,26 +8,26 @@ from numpy.typing import NDArray
 
 from rollout.errors import RequestError
 
-# What a decoder makes of bytes that are no character, or not yet.
+# Tokenizers decode incomplete or invalid UTF-8 to this character.
 _NO_CHARACTER = "\ufffd"
 
 
 class StopStrings:
-    """Ends a row with the token that completes one of some strings in what it has generated.
+    """Ends a row with the token that completes one of `strings` in the completion.
 
-    Which tokens can be such a last one is looked up in a table, so that a step decodes the ends of
-    those rows alone that drew one. The table takes two calls of `decode` a token of the vocabulary,
-    which are seconds in all: make one object for all rows.
+    A table says which tokens can complete a string. A step therefore decodes only the last few
+    tokens of the rows that drew one of these. Building the table calls `decode` twice per token of
+    the vocabulary, which takes seconds: share one object among all rows.
 
     Args:
-        strings: Texts, one of which is enough. They must lie in the completion wholly, and may end
-            anywhere in its last token.
-        decode: Text of some tokens, with special ones and all spaces. It may give U+FFFD for
-            tokens that hold parts of characters.
-        vocab_size: Tokens that `decode` knows; others have no text.
+        strings: Any one of them ends the row. It must lie wholly in the completion and may end
+            inside the last token.
+        decode: Text of a list of token ids. It must keep special tokens and all spaces. It may
+            return U+FFFD for tokens that hold part of a character.
+        vocab_size: `decode` is called with ids below this; other tokens have no text.
 
     Raises:
-        RequestError: There is no string, or one is empty or holds U+FFFD.
+        RequestError: `strings` is empty, or a string is empty or contains U+FFFD.
 
     Example:
         >>> stop = StopStrings(["ca"], lambda ids: "".join("abc"[i] for i in ids), vocab_size=3)
@@ -42,38 +42,37 @@ class StopStrings:
     ) -> None:
         _check_strings(strings)
         self.strings = tuple(strings)
-        # What a last token begins with, if its string begins in a token before.
+        # A last token begins with one of these if its string began in an earlier token.
         self._endings = tuple(s[first:] for s in strings for first in range(1, len(s)))
         self._decode = decode
         self._longest = max(len(string.encode()) for string in strings)
-        # Each with a last entry for the tokens that `decode` does not know.
+        # The last entry of each table stands for all tokens from `vocab_size` on.
         self._may_end = np.zeros(vocab_size + 1, bool)
         self._is_part = np.zeros(vocab_size + 1, bool)
         self._has_text = np.zeros(vocab_size + 1, bool)
         for token in range(vocab_size):
-            self._look_at(token)
+            self._fill_tables(token)
 
     def __repr__(self) -> str:
         return f"StopStrings({list(self.strings)!r})"
 
     def may_end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each token can be the last of one of the strings, `(tokens,)`."""
+        """Whether each token can complete one of the strings, `(tokens,)`."""
         return self._may_end[np.minimum(tokens, len(self._may_end) - 1)]
 
     def ends(self, tokens: NDArray[np.int64]) -> bool:
-        """Whether a row ends with the last of what it has generated, `(tokens,)`."""
+        """Whether the last of a row's generated tokens, `(tokens,)`, completes a string."""
         tail = self._tail(tokens)
         text = self._decode(tail)
         if not any(string in text for string in self.strings):
             return False
-        # One that was there before has been passed over: the row was not to end yet.
+        # A string that was complete before the last token came before `min_new_tokens`.
         before = len(self._decode(tail[:-1]).rstrip(_NO_CHARACTER))
         return any(text.find(s, max(before - len(s) + 1, 0)) >= 0 for s in self.strings)
 
-    def _look_at(self, token: int) -> None:
-        """Fill the tables in for one token, as it reads at the beginning and further on."""
+    def _fill_tables(self, token: int) -> None:
         first, both = self._decode([token]), self._decode([token, token])
-        # Tokenizers may treat a leading space, or a prefix, unlike others.
+        # Tokenizers may decode a leading space or prefix differently at the start of a text.
         later = both.removeprefix(first)
         is_part = _NO_CHARACTER in both
         self._is_part[token], self._has_text[token] = is_part, bool(first or later)
@@ -85,10 +84,10 @@ class StopStrings:
         )
 
     def _tail(self, tokens: NDArray[np.int64]) -> list[int]:
-        """The last tokens, as many as one of the strings can be in, and one more.
+        """The last tokens: as many as a string can span, and one more.
 
-        That one may read otherwise without those before it, but no string that ends in the last
-        token reaches back to it. A tail does not begin within a character.
+        The extra first token may decode differently without its predecessors, but no string that
+        ends in the last token reaches it. The tail does not begin inside a character.
         """
         count = self._longest + 1
         while count < len(tokens) and not self._is_enough(tokens[-count:]):
@@ -102,9 +101,9 @@ class StopStrings:
 
 def _check_strings(strings: Any) -> None:
     if isinstance(strings, str) or not isinstance(strings, Sequence) or not strings:
-        raise RequestError(f"stop_strings={strings!r}: it must be some strings")
+        raise RequestError(f"stop_strings={strings!r}: must be a non-empty list of strings")
     for string in strings:
         if not isinstance(string, str) or not string or _NO_CHARACTER in string:
             raise RequestError(
-                f"a string of stop_strings={string!r}: it must be text, without U+FFFD"
+                f"string in stop_strings={string!r}: must be non-empty text without U+FFFD"
             )

@@ -1,4 +1,4 @@
-"""Which models the engine refuses, and the sentence for each."""
+"""Which models the engine refuses, and the reason it gives for each."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -19,9 +19,9 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def configs_of(base: nn.Module) -> list[Any]:
-    """The configs that its attention layers read: its own, and those that layers have.
+    """All configs that attention layers read.
 
-    A layer that is a copy, as PEFT's `layer_replication` makes them, has a copied config, too.
+    Usually one, but layers copied by PEFT's `layer_replication` have copies of the config.
     """
     owned = (getattr(module, "config", None) for module in base.modules())
     configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
@@ -29,51 +29,43 @@ def configs_of(base: nn.Module) -> list[Any]:
 
 
 def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and weights of experts, which have their matrices in one parameter."""
+    """Names and weights of the experts: parameters of 3 dimensions, one matrix per expert."""
     return ((name, each) for name, each in module.named_parameters() if each.dim() == 3)
 
 
 def has_layers(name: str, model: nn.Module) -> bool:
-    """Whether any layer is of a class of this name, or of one derived from it."""
+    """Whether any layer's class, or one of its base classes, has this name."""
     return any(kind.__name__ == name for each in model.modules() for kind in type(each).__mro__)
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that the engine would run wrongly.
-
-    Args:
-        model: A transformers causal language model, perhaps with PEFT adapters.
-
-    Raises:
-        UnsupportedModel: The reason, and the way out.
-    """
+    """Raise `UnsupportedModel` for a model that the engine would run wrongly."""
     if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"model={model!r:.80}: it must be a model; load it first")
+        raise UnsupportedModel(
+            f"model={model!r:.80}: must be an nn.Module; load it first, for example with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
     for reason in _reasons(model):
         name = type(base_of(model)).__name__
         raise UnsupportedModel(
-            f"{name} cannot run on the engine: {reason}; failing that, generate without the engine"
+            f"{name} cannot run on the engine: {reason}; otherwise, generate without the engine"
         )
 
 
 def check_placed(model: nn.Module) -> None:
-    """Refuse parameters that are not on one device, or sharded by FSDP1.
-
-    Raises:
-        UnsupportedModel: They are on `meta`, on several devices, or sharded by FSDP1.
-    """
+    """Raise `UnsupportedModel` for parameters on `meta`, on several devices, or under FSDP1."""
     name = type(base_of(model)).__name__
     devices = {parameter.device for parameter in model.parameters()}
     if any(device.type == "meta" for device in devices):
         raise UnsupportedModel(
-            f"{name} has parameters on the meta device, which hold no numbers; load its weights "
-            "(`from_pretrained`, or `to_empty` and an initialisation) first"
+            f"{name} has parameters on the meta device, which have no values; load its weights "
+            "with `from_pretrained`, or call `to_empty` and initialise them"
         )
     num_devices = max(len(devices), len(set(getattr(model, "hf_device_map", {}).values())))
     if num_devices > 1:
         raise UnsupportedModel(
-            f"{name} is spread over {num_devices} devices; load it without `device_map` and let "
-            "each process hold the whole model on its own GPU"
+            f"{name} is spread over {num_devices} devices; load it without `device_map`, so that "
+            "each process has the whole model on its own GPU"
         )
     for parameter_name, _ in model.named_parameters():
         if "._flat_param" in f".{parameter_name}":
@@ -84,10 +76,10 @@ def check_placed(model: nn.Module) -> None:
 
 
 def _reasons(model: nn.Module) -> Iterator[str]:
-    """Why the engine cannot run this model, most telling first."""
+    """Why the engine cannot run this model, the most useful reason first."""
     base = base_of(model)
     if any(hasattr(module, "_orig_mod") for module in model.modules()):
-        yield "torch.compile(module) has wrapped it or a part of it; use module.compile() instead"
+        yield "torch.compile(module) wraps it or a part of it; use module.compile() instead"
         return
     config: Any = getattr(base, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -97,7 +89,11 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "it is an encoder-decoder; use a decoder-only model"
     if config.get_text_config() is not config:
         yield "it takes images or audio; load its text model alone (AutoModelForCausalLM)"
-    yield from _quantisation_reasons(model)
+    if has_layers("Linear8bitLt", model):  # by name, because bitsandbytes may not be installed
+        yield (
+            "its 8-bit layers (bitsandbytes' Linear8bitLt) search all rows of a batch for "
+            "outliers, so a row's output would depend on the other rows; load it in bfloat16"
+        )
     yield from _attention_reasons(config)
     yield from _position_reasons(base)
     yield from _rope_reasons(config)
@@ -105,57 +101,48 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     if not getattr(base, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' AttentionInterface"
     if "logits_to_keep" not in inspect.signature(type(base).forward).parameters:
-        yield "its forward has no `logits_to_keep`, so it would compute logits for every token"
+        yield "its forward has no `logits_to_keep`, so it computes logits for every token"
 
 
 def _adapter_reasons(adapters: Iterable[Any]) -> Iterator[str]:
-    """By their configs, as PEFT need not be installed."""
+    """Reads attributes of the adapter configs, because PEFT may not be installed."""
     for adapter in adapters:
         if adapter.is_prompt_learning:
             yield "prompt-learning PEFT puts virtual tokens into the KV cache; use LoRA"
         if getattr(adapter, "alora_invocation_tokens", None):
             yield (
-                "its adapter is an activated LoRA (`alora_invocation_tokens`), which changes "
-                "tokens from somewhere in a row on; use LoRA without them"
+                "its adapter is an activated LoRA (`alora_invocation_tokens`), which starts in "
+                "the middle of a row; use LoRA without `alora_invocation_tokens`"
             )
-
-
-def _quantisation_reasons(model: nn.Module) -> Iterator[str]:
-    """By the names of bitsandbytes' classes, as it need not be installed."""
-    if has_layers("Linear8bitLt", model):
-        yield (
-            "its 8-bit layers (bitsandbytes' Linear8bitLt) look for outliers over all rows of a "
-            "batch, so a row's numbers would depend on the others; load it in bfloat16"
-        )
 
 
 def _attention_reasons(config: Any) -> Iterator[str]:
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
-        yield f"it has {', '.join(sorted(others))} layers; only full and sliding attention run"
-    # Gemma 4's full attention has heads of its own, which its config says layer by layer alone.
+        yield f"it has {', '.join(sorted(others))} layers; only full and sliding attention can run"
+    # Gemma 4 gives its full-attention layers other heads, visible only in `per_layer_config`.
     layers = list(getattr(config, "per_layer_config", None) or [config])
     for name in ("head_dim", "num_key_value_heads"):
         sizes = dict.fromkeys(str(getattr(layer, name, None)) for layer in layers)
         if len(sizes) > 1:
-            yield f"its layers have unequal {name} ({', '.join(sizes)}); one page cannot hold both"
+            yield f"its layers differ in {name} ({', '.join(sizes)}); all must share one KV page"
     config = layers[0]
     if getattr(config, "kv_lora_rank", None):
         yield "its multi-head latent attention (MLA) has unequal key and value head sizes"
     elif getattr(config, "v_head_dim", None) not in (None, getattr(config, "head_dim", None)):
         yield f"its value heads ({config.v_head_dim}) and key heads have unequal sizes"
     if (getattr(config, "head_dim", None) or 0) > _MAX_HEAD_DIM:
-        yield f"its head size is {config.head_dim}, and {_MAX_HEAD_DIM} is the largest that runs"
+        yield f"its head_dim is {config.head_dim}; the attention kernels run up to {_MAX_HEAD_DIM}"
     if getattr(config, "num_kv_shared_layers", 0):
         yield f"{config.num_kv_shared_layers} of its layers share the KV cache of others"
 
 
 def _position_reasons(base: nn.Module) -> Iterator[str]:
-    """A row is packed between others, so a model has to go by the positions that it is given."""
+    # Rows of one batch are packed together, so the model must use the positions that it is given.
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
-        yield "it numbers positions by the padding token's id (RoBERTa's way), not as it is given"
+        yield "it derives positions from the padding token's id, as RoBERTa does, not from input"
     if getattr(base.config, "attn_temperature_tuning", False):
-        yield "its `attn_temperature_tuning` counts positions itself, not as it is given"
+        yield "its `attn_temperature_tuning` counts positions itself, ignoring the given ones"
 
 
 def _rope_reasons(config: Any) -> Iterator[str]:
@@ -163,6 +150,6 @@ def _rope_reasons(config: Any) -> Iterator[str]:
     flat = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     for kind in {str(rope.get("rope_type")) for rope in flat} & _ROPE_TYPES:
         yield (
-            f"its {kind} RoPE changes with the sequence's length, so the KV of early tokens would "
-            "go stale; set `rope_parameters` to the default or a fixed scaling such as yarn"
+            f"its {kind} RoPE changes with the sequence's length, so cached KV becomes wrong as "
+            "the row grows; set `rope_parameters` to the default or to a fixed scaling, e.g. yarn"
         )

@@ -1,6 +1,9 @@
 """A model whose rows cannot influence each other, a device that lags behind, an interrupt."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -26,6 +29,28 @@ def interrupted_once(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*args)
 
     return interrupted
+
+
+@contextmanager
+def interrupt_at_line(number):
+    """Ctrl-C at so many lines of the engine from now; yields the lines that were passed."""
+    passed = [0]
+
+    def line(frame, event, argument):
+        passed[0] += event == "line"
+        if event == "line" and passed[0] == number:
+            raise KeyboardInterrupt
+        return line
+
+    def call(frame, event, argument):
+        return line if f"{os.sep}rollout{os.sep}" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield passed
+    finally:
+        sys.settrace(before)
 
 
 def poison_new_pages(monkeypatch) -> None:

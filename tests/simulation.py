@@ -1,73 +1,28 @@
-"""A device that keeps stamps, workloads for it, and the loop of `RolloutEngine.step` without torch.
+"""A device that keeps stamps, and the loop of `RolloutEngine.step` without torch.
 
-It stamps every KV entry with whose it is, so that a page handed to two rows, or reused too early,
-is seen by the first row that reads it.
+The device stamps every KV entry with whose it is, so that a page handed to two rows, or reused too
+early, is seen by the first row that reads it.
 """
 
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, replace
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import Phase, find, settings
 from hypothesis import strategies as st
+from workloads import Workload, expected, logprob, next_token
 
 from rollout.config import EngineConfig
-from rollout.request import Completion, FinishReason, Request
-from rollout.sampling_params import SamplingParams
+from rollout.request import Completion, Request
 from rollout.scheduler.batch import Batch
 from rollout.scheduler.pages import TRASH_PAGE, pages_for
 from rollout.scheduler.scheduler import Scheduler
-from rollout.stop_strings import StopStrings
+from rollout.scheduler.waiting import digest
 from rollout.telemetry.stats import RolloutStats
 
-VOCAB = 12
-EOS_SETS = [(), (VOCAB,), (3,), (0, 5, 8, 9), tuple(range(VOCAB))]  # never ... at once
-MAX_PAGES = 1000  # more than any workload of any test can take
+MAX_PAGES, MAX_STEPS = 1000, 20_000  # more than any workload of any test can take
 
-# Each property sees this many workloads; they add up to a thousand.
-many = settings(max_examples=3 * settings.default.max_examples // 2)
+many = settings(max_examples=4 * settings.default.max_examples)
 depths = st.sampled_from([1, 2])
-# Pages are known by what they hold under one policy version alone.
-version_steps = st.sampled_from([3, 6, 1000])
-
-
-# --- the model, and what it makes of a row
-
-
-def text_of(tokens: list[int]) -> str:
-    return "".join("abcdefghijkl"[token] for token in tokens)
-
-
-STOPS = [None, None, StopStrings(["a", "cd", "ceb"], text_of, VOCAB)]
-
-
-def next_token(seed: int, position: int, token: int) -> int:
-    """The model: one row's next token, from nothing but that row."""
-    return hash((seed, position, token)) % VOCAB
-
-
-def logprob(seed: int, position: int, temperature: float) -> float:
-    return -(hash((seed, position)) % 97) / 8 - temperature  # exact in float32
-
-
-def expected(request: Request) -> tuple[list[int], list[float], FinishReason]:
-    """Tokens, log-probabilities and finish reason of a row generated on its own."""
-    seed, sampling = request.seed, request.sampling
-    tokens, logprobs, token = [], [], int(request.prompt[-1])
-    for position in range(len(request.prompt), request.max_tokens):
-        token = next_token(seed, position, token)
-        tokens.append(token)
-        logprobs.append(logprob(seed, position, sampling.temperature))
-        stop = sampling.stop_strings
-        by_text = stop is not None and any(string in text_of(tokens) for string in stop.strings)
-        if token in sampling.eos_token_ids or by_text:
-            return tokens, logprobs, FinishReason.STOP
-    return tokens, logprobs, FinishReason.LENGTH
-
-
-def outcome(completion: Completion) -> tuple[list[int], list[float], FinishReason]:
-    return completion.token_ids, completion.logprobs, completion.finish_reason
-
 
 # --- the device
 
@@ -189,80 +144,7 @@ class Device:
         assert stamps[: len(wanted), 2].tolist() == wanted
 
 
-# --- workloads, and the loop that runs them
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Rows with the step each arrives at, and how much room they get.
-
-    `spare_pages` are on top of what the longest row needs, at the start and after each of
-    `growths`; steps count from 0. Every `version_steps` the weights change.
-    """
-
-    config: EngineConfig
-    requests: list[Request]
-    arrivals: list[int]
-    spare_pages: int
-    growths: dict[int, int]
-    reset_step: int | None
-    num_host_pages: int = 0
-    version_steps: int = 6
-
-    @property
-    def max_row_pages(self) -> int:
-        longest = max(request.max_tokens for request in self.requests)
-        return pages_for(longest - 1, self.config.page_tokens)
-
-
-def make_request(
-    seed: int, num_prompt: int, max_new: int, group: int | None = None, **sampling
-) -> Request:
-    # No two prompt tokens are alike, but for rows of one group.
-    prompt = 1000 * ((seed if group is None else group) + 1) + np.arange(num_prompt)
-    return Request(prompt, SamplingParams(max_new_tokens=max_new, **sampling), seed)
-
-
-@st.composite
-def workloads(draw, *, resets=False, max_spare_pages=12) -> Workload:
-    """Up to 14 rows that arrive while others run, on 1 to 5 lanes."""
-    config = EngineConfig(
-        max_rows=draw(st.integers(1, 5)),
-        page_tokens=draw(st.integers(1, 6)),
-        prefill_tokens=draw(st.integers(1, 20)),
-    )
-    rows = st.tuples(
-        st.integers(1, 14),  # prompt
-        st.integers(1, 14),  # max_new_tokens
-        st.sampled_from(EOS_SETS),
-        st.sampled_from(STOPS),
-        st.sampled_from([0.0, 0.5, 1.0]),  # temperature
-        st.sampled_from([0, 0, 0, 0, 1, 3, 9]),  # steps after the row before
-        st.sampled_from([None, None, 20, 20, 21]),  # group
-        st.sampled_from([None, None, 0, 3, 5]),  # the row whose next turn it is
-    )
-    requests, arrivals = [], []
-    for seed, (num_prompt, max_new, eos, stop, temperature, gap, group, turn_of) in enumerate(
-        draw(st.lists(rows, min_size=1, max_size=14))
-    ):
-        sampling = {"eos_token_ids": eos, "stop_strings": stop, "temperature": temperature}
-        num_prompt = num_prompt if group is None else 5 + 4 * (group - 20)
-        requests.append(make_request(seed, num_prompt, max_new, group, **sampling))
-        if turn_of is not None and turn_of < seed:
-            before = requests[turn_of]
-            turn = [*before.prompt, *expected(before)[0], 7_000_000 + seed]
-            requests[-1] = replace(requests[-1], prompt=np.array(turn[-40:]))
-        arrivals.append(arrivals[-1] + gap if arrivals else 0)
-    return Workload(
-        config,
-        requests,
-        arrivals,
-        spare_pages=draw(st.integers(0, max_spare_pages)),
-        growths=draw(st.dictionaries(st.integers(0, 20), st.integers(1, 30), max_size=2)),
-        reset_step=draw(st.integers(0, 15)) if resets else None,
-        num_host_pages=draw(st.sampled_from([0, 0, 2, 5, 100])),
-        version_steps=draw(version_steps),
-    )
+# --- the loop that runs them
 
 
 class Rollout:
@@ -283,24 +165,30 @@ class Rollout:
         self.pages: dict[int, list[int]] = {}
         self.admitted: list[int] = []
         self.preempted: set[int] = set()
+        self.dropped: set[int] = set()  # aborted, or given up in a reset
         self.num_launched: Counter[int] = Counter()
         self.prefills: defaultdict[int, list[int]] = defaultdict(list)
-        self.batches: list[Batch] = []
         self.completions: dict[int, Completion] = {}
         self.settled_under_decode: set[int] = set()  # ended while a batch that decodes is in flight
         self.seen: set[str] = set()
 
     def run(self) -> "Rollout":
-        arrivals = deque(zip(self.work.arrivals, self.work.requests, strict=True))
-        while arrivals or self.busy:
-            while arrivals and arrivals[0][0] <= self.num_steps:
-                self.add(arrivals.popleft()[1])
+        arrivals = self.work.arrivals or [0] * len(self.work.requests)
+        due = deque(zip(arrivals, self.work.requests, strict=True))
+        while due or self.busy:
+            while due and due[0][0] <= self.num_steps:
+                self.add(due.popleft()[1])
             self.grow(self.work.growths.get(self.num_steps, 0))
             if self.num_steps == self.work.reset_step:
                 self.reset()
+            self.abort(self.work.aborts.get(self.num_steps, set()) & self.requests.keys())
+            if self.num_steps in self.work.renewals:
+                self.renew()
             self.step()
             self.check()
             self.num_steps += 1
+            assert self.num_steps < MAX_STEPS, "rows give way to each other for ever"
+        self.check_end()
         return self
 
     @property
@@ -335,8 +223,8 @@ class Rollout:
             self.settle(previous)
 
     def launch(self, batch: Batch) -> None:
-        self.batches.append(batch)
         assert batch.policy_version == self.policy_version
+        self.check_prefill(batch)
         self.book_preemption(batch)
         self.book_admission(batch)
         self.book_pages(batch)
@@ -345,21 +233,55 @@ class Rollout:
         lanes = batch.lanes.tolist()
         assert len(set(lanes)) == len(lanes)
         assert batch.rows.tolist() == [self.row_in[lane] for lane in lanes]
+        self.check_idle_lanes(batch)
+        self.check_waiting(batch)
         self.num_launched.update(batch.rows.tolist())
-        growing = self.scheduler._lanes.growing()
-        if not batch.segments and set(growing.tolist()) - set(lanes):
-            self.seen.add("a row waits for a page in its lane")
         self.stats.decoded_rows += len(lanes)
 
+    def check_prefill(self, batch: Batch) -> None:
+        """Rule 9."""
+        num_tokens = [len(segment.tokens) for segment in batch.segments]
+        assert sum(num_tokens) <= self.work.config.prefill_tokens
+        assert 0 not in num_tokens
+        assert batch.segments or len(batch.rows) or len(batch.restores) or len(batch.admitted)
+
+    def check_idle_lanes(self, batch: Batch) -> None:
+        """The oldest row decodes; others may have to wait for a page."""
+        if batch.segments:
+            return
+        ready = self.row_in.keys() - batch.admitted["lane"].tolist()  # those may be restored first
+        idle = [
+            row
+            for lane, row in self.row_in.items()
+            if lane in ready - set(batch.lanes.tolist())
+            and self.num_launched[row] < self.requests[row].sampling.max_new_tokens
+        ]
+        self.seen |= {"a row waits for a page in its lane"} if idle else set()
+        assert not idle or min(self.row_in.values(), key=self.admitted.index) not in idle
+
+    def check_waiting(self, batch: Batch) -> None:
+        """No row waits though it fits whatever becomes of the others."""
+        is_full = len(self.row_in) == self.work.config.max_rows
+        in_flight = [row for other in self.slots if other for row in other.rows.tolist()]
+        if is_full or batch.num_preempted or not self.queue or set(in_flight) & set(self.queue):
+            return
+        most = {row: self.most_pages(row) for row in (*self.queue, *self.pages)}
+        growth = sum(most[row] - len(pages) for row, pages in self.pages.items())
+        wanted = growth + max(most[row] for row in self.queue)
+        assert wanted > self.scheduler.pages.num_free, "a row waits, and would fit"
+
+    def most_pages(self, row: int) -> int:
+        return pages_for(self.requests[row].max_tokens, self.work.config.page_tokens)
+
     def book_preemption(self, batch: Batch) -> None:
-        live = set(self.scheduler._lanes.row.tolist())
-        gone = {lane: row for lane, row in self.row_in.items() if row not in live}
-        assert len(gone) == batch.num_preempted
-        oldest = min(self.row_in.values(), key=self.admitted.index, default=None)
-        assert oldest not in gone.values(), "the oldest row is preempted"
-        self.preempted.update(gone.values())
-        for lane, row in gone.items():
-            del self.row_in[lane], self.pages[row]
+        """The youngest rows lose their lanes, and never the oldest."""
+        by_age = sorted(self.row_in, key=lambda lane: self.admitted.index(self.row_in[lane]))
+        gone = by_age[len(by_age) - batch.num_preempted :]
+        assert not gone or len(gone) < len(by_age), "the oldest row is preempted"
+        for lane in gone:
+            row = self.row_in.pop(lane)
+            del self.pages[row]
+            self.preempted.add(row)
             self.queue.append(row)
             self.seen.add("a row is preempted")
         self.seen |= {"offloaded"} if len(batch.offloads) else set()
@@ -368,6 +290,7 @@ class Rollout:
             self.seen.add("no host page is left")
 
     def book_admission(self, batch: Batch) -> None:
+        assert not (batch.num_preempted and len(batch.admitted)), "a row comes as another gives way"
         assert not batch.flags
         for token, position, seed, asked, lane, temperature in batch.admitted.tolist():
             row = self.row_of[seed]
@@ -398,9 +321,8 @@ class Rollout:
 
     def book_shared(self, row: int, index: int, page: int) -> None:
         """Only a page full of a prompt's tokens may have two rows, of that prompt and version."""
-        holders = [other for other, pages in self.pages.items() if page in pages]
-        for other in holders:
-            assert self.pages[other][index] == page, "a page has two rows at different places"
+        for pages in self.pages.values():
+            assert page not in pages or pages[index] == page, "a page is at two places"
         num_tokens = (index + 1) * self.work.config.page_tokens
         num_known = len(self.requests[row].prompt) - 1
         assert num_tokens <= num_known or row in self.preempted, "a page has two rows"
@@ -426,19 +348,52 @@ class Rollout:
                 self.queue.remove(row)
                 self.seen.add("a row ends after it was preempted")
             else:
-                lane = next(lane for lane, other in self.row_in.items() if other == row)
-                del self.row_in[lane], self.pages[row]
-        self.stats.generated_tokens += sum(len(c.token_ids) for c in finished)
+                self.leave({row})
+        self.stats.generated_tokens += sum(len(completion.token_ids) for completion in finished)
         self.note(batch, stale)
+
+    def leave(self, rows: set[int]) -> None:
+        for lane in [lane for lane, row in self.row_in.items() if row in rows]:
+            del self.pages[self.row_in.pop(lane)]
 
     def check(self) -> None:
         self.scheduler.check()
         pages = self.scheduler.pages
         assert self.scheduler.num_live == len(self.row_in)
         assert self.scheduler.num_waiting == len(self.queue)
-        used = {page for held in self.pages.values() for page in held}
+        used = {page for own in self.pages.values() for page in own}
         assert pages.num_used == len(used)
         assert pages.num_free == pages.num_pages - 1 - len(used)
+
+    def check_end(self) -> None:
+        """Every row came back once, as if alone, and within its own limits."""
+        assert self.scheduler.pages.num_used == 0
+        assert self.completions.keys() | self.dropped == self.requests.keys()
+        assert not self.completions.keys() & self.dropped
+        for row, num_launched in self.num_launched.items():
+            assert num_launched <= self.requests[row].sampling.max_new_tokens  # rule 4
+        for row, completion in self.completions.items():
+            self.check_row(self.requests[row], completion)
+        if not self.dropped:
+            num_tokens = sum(len(done.token_ids) for done in self.completions.values())
+            assert self.stats.overrun_tokens == self.num_launched.total() - num_tokens
+
+    def check_row(self, request: Request, completion: Completion) -> None:
+        row, num_tokens = completion.row, len(completion.token_ids)
+        outcome = completion.token_ids, completion.logprobs, completion.finish_reason
+        assert outcome == expected(request)
+        # Rule 4: only a stop overruns, and by one token. A step that leaves prompts to prefill
+        # decodes nothing, so that a stop overruns none.
+        at_limit = num_tokens == request.sampling.max_new_tokens
+        overruns = row in self.settled_under_decode and not at_limit
+        assert self.num_launched[row] == num_tokens + overruns
+        num_written = self.device.written[request.seed] - len(request.prompt)
+        assert num_written in (num_tokens - 1, num_tokens)
+        if row not in self.preempted:  # rule 9: all but the last token, or but what is known
+            wanted, computed = request.prompt[:-1].tolist(), self.prefills[row]
+            num_known = len(wanted) - len(computed)
+            assert wanted[num_known:] == computed
+            assert not computed or num_known % self.work.config.page_tokens == 0
 
     def reset(self) -> None:
         """Give every row up as `RolloutEngine` does on a failure, and ask for them again."""
@@ -455,8 +410,26 @@ class Rollout:
             self.device.versions.pop(self.requests[row].seed, None)
         assert not self.busy
         self.check()
+        self.dropped |= set(unfinished)
         for row in unfinished:
             self.add(self.requests[row])
+
+    def abort(self, rows: set[int]) -> None:
+        self.scheduler.abort(rows)
+        rows = rows - self.completions.keys()
+        self.leave(rows)
+        self.queue = [row for row in self.queue if row not in rows]
+        self.dropped |= rows
+        self.check()
+
+    def renew(self) -> None:
+        """Let the KV of all rows be computed again; `Device` sees KV that is older."""
+        self.scheduler.recompute()
+        self.device.renewed |= {self.requests[row].seed for row in self.admitted}
+        self.preempted.update(self.row_in.values())
+        self.queue += self.row_in.values()
+        self.row_in, self.pages = {}, {}
+        self.check()
 
     def note(self, batch: Batch, stale: set[int]) -> None:
         """Which of the hard places this step came by."""
@@ -472,5 +445,24 @@ class Rollout:
         self.seen |= {name for name, here in places.items() if here}
 
 
-def by_seed(rollout: Rollout) -> dict[int, Completion]:
-    return {rollout.requests[row].seed: done for row, done in rollout.completions.items()}
+def step(scheduler: Scheduler, *ending: int) -> Batch:
+    """Schedule and settle a batch: the next token of these rows is 3, of all others 5."""
+    batch = scheduler.schedule(1)
+    tokens = np.where(np.isin(batch.rows, ending), 3, 5)
+    scheduler.settle(batch, tokens, np.zeros((len(tokens), 1), np.float32))
+    scheduler.check()
+    return batch
+
+
+def expect_short(scheduler: Scheduler, requests: list[Request]) -> list[Request]:
+    """Let rows of these prompts be admitted as if they were not to grow."""
+    for request in requests:
+        for _ in range(16):
+            scheduler.lengths.note(digest(request.prompt), 1)
+    return requests
+
+
+def assert_comes_by(strategy: st.SearchStrategy[Workload], place: str) -> None:
+    """Whether a property over these workloads is hard enough."""
+    once = settings(max_examples=5000, phases=[Phase.generate], database=None)
+    find(strategy, lambda work: place in Rollout(work, 2).run().seen, settings=once)

@@ -91,7 +91,7 @@ def test_the_doors_import_no_torch_before_it_is_needed():
     with pytest.raises(ImportError, match="RolloutSFTTrainer"):
         from trainers import RolloutSFTTrainer  # noqa: F401
     with pytest.raises(ImportError, match="RolloutConfig"):
-        from rollout import EngineConfig  # noqa: F401
+        from rollout import RolloutConfig  # noqa: F401
 
 
 def build(tmp_path, **changes):

@@ -94,9 +94,9 @@ def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():
         (["--new-tokens", "2"], "--new-tokens 2"),
         (["--modes", "trl-cb"], "on a GPU alone"),
         (["--model", "no/such"], "--model no/such: neither one of qwen3-0.6b, qwen3-8b nor"),
-        (["--rows", "-3"], "--rows=-3: it must be a whole number of at least 1"),
-        (["--prompt-tokens", "0"], "--prompt-tokens=0: it must be"),
-        (["--lora-rank", "-2"], "--lora-rank=-2: it must be a whole number of at least 0"),
+        (["--rows", "-3"], "--rows=-3: must be an integer >= 1"),
+        (["--prompt-tokens", "0"], "--prompt-tokens=0: must be"),
+        (["--lora-rank", "-2"], "--lora-rank=-2: must be an integer >= 0"),
         (["--kv-gib", "nan"], "--kv-gib nan: it must be above 0"),
         (["--kv-gib", "0"], "--kv-gib 0.0: it must be above 0"),
         (["--json", "no/such/file"], "no/such/file: there is no folder no/such"),
@@ -110,7 +110,7 @@ def test_bad_arguments_are_named(arguments, message):
 
 @pytest.mark.parametrize("option", ["--rows", "--tokens"])
 def test_exact_doctors_bad_arguments_are_named_too(option):
-    with pytest.raises(ConfigError, match=f"^{option}=-1: it must be a whole number"):
+    with pytest.raises(ConfigError, match=f"^{option}=-1: must be an integer"):
         difference.main([option, "-1"], Console())
 
 
@@ -136,4 +136,4 @@ def test_an_unknown_command_prints_what_there_is():
     result = rollout_command("speed")
     assert result.returncode == 2
     assert "bench" in result.stdout
-    assert result.stderr == "no such command: speed\n"
+    assert result.stderr == "unknown command: speed\n"

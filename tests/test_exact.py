@@ -14,7 +14,6 @@ from peft import LoraConfig
 from rich.console import Console
 
 from rollout import (
-    ConfigError,
     EngineConfig,
     RolloutEngine,
     SamplingParams,
@@ -53,11 +52,14 @@ def test_without_correction_the_curve_is_that_with_it_and_the_gap_is_watched(tmp
     assert curves[True] == pytest.approx(curves[False], abs=1e-6)
 
 
-def test_detach_leaves_the_trainer_as_it_was(tmp_path):
+def test_detach_leaves_the_trainer_as_it_was(tmp_path, caplog):
     trainer = trl_trainer.build(tmp_path)
     before = dict(vars(trainer))
     hooks = len(trainer.model.model._forward_pre_hooks)
-    attached = trl_trainer.attach(trainer, EXACT)
+    with caplog.at_level(logging.WARNING):
+        attached = trl_trainer.attach(trainer, EXACT)
+    (message,) = [r.getMessage() for r in caplog.records if "exact" in r.getMessage()]
+    assert "detach() undoes it" in message
     assert trainer.model.config._attn_implementation == EXACT_ATTENTION
     assert len(trainer.model.model._forward_pre_hooks) == hooks + 1
     attached.detach()
@@ -67,14 +69,6 @@ def test_detach_leaves_the_trainer_as_it_was(tmp_path):
     assert dict(vars(trainer)) == before
     trainer.train()  # by its own generation
     trl_trainer.attach(trl_trainer.build(tmp_path, model=trainer.model), EXACT)
-
-
-def test_it_is_announced_in_one_line(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        trl_trainer.attach(trl_trainer.build(tmp_path), EXACT)
-    messages = [record.getMessage() for record in caplog.records if "exact" in record.getMessage()]
-    assert len(messages) == 1
-    assert "detach() undoes it" in messages[0]
 
 
 def test_a_gap_is_warned_of_once(tmp_path, caplog, monkeypatch):
@@ -95,10 +89,10 @@ def test_positions_count_from_a_rows_first_real_token():
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     with torch.no_grad():
         wanted = model(torch.tensor([prompt])).logits
-        found = model(ids, attention_mask=mask).logits[:, 3:]
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        logits = model(ids, attention_mask=mask).logits[:, 3:]
+        torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)
         own = model(ids, attention_mask=mask, position_ids=torch.arange(7)[None] + 5).logits[:, 3:]
-        assert not torch.equal(own, found)  # given positions are kept
+        assert not torch.equal(own, logits)  # given positions are kept
     undo()
 
 
@@ -146,15 +140,17 @@ def test_dropout_is_refused(tmp_path):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_float32_head_is_refused(tmp_path):
-    trainer = trl_trainer.build(tmp_path, cast_lm_head_to_fp32=True)
-    with pytest.raises(UnsupportedTrainer, match="drop `cast_lm_head_to_fp32`"):
-        trl_trainer.attach(trainer, EXACT)
-
-
-def test_noise_on_embeddings_is_refused(tmp_path):
-    trainer = trl_trainer.build(tmp_path, neftune_noise_alpha=5.0)
-    with pytest.raises(UnsupportedTrainer, match=r"neftune_noise_alpha=5\.0 .* drop it, or use"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cast_lm_head_to_fp32": True}, "drop `cast_lm_head_to_fp32`"),
+        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0 .* drop it, or use"),
+    ],
+    ids=str,
+)
+def test_what_a_rollout_could_not_repeat_is_refused(tmp_path, changes, message):
+    trainer = trl_trainer.build(tmp_path, **changes)
+    with pytest.raises(UnsupportedTrainer, match=message):
         trl_trainer.attach(trainer, EXACT)
 
 
@@ -167,11 +163,6 @@ def test_embeddings_that_are_resized_later_are_refused():
             UnsupportedModel, match=f"exact for {tiny.VOCAB} token ids.* 80; make a new engine"
         ):
             engine.generate([[9]], SamplingParams(max_new_tokens=1))
-
-
-def test_other_words_are_refused():
-    with pytest.raises(ConfigError, match="on_policy='near': it must be 'close' or 'exact'"):
-        EngineConfig(on_policy="near")
 
 
 def test_experts_in_float32_are_refused():
@@ -192,8 +183,8 @@ def test_a_router_whose_product_is_split_is_refused(monkeypatch):
 def test_differences_are_found_where_they_begin():
     model = tiny.build()
     mode = model.training
-    found = differences(model, replace(EXACT, prefill_tokens=40), num_rows=6, num_tokens=20)
-    names = [difference.module for difference in found]
+    compared = differences(model, replace(EXACT, prefill_tokens=40), num_rows=6, num_tokens=20)
+    names = [difference.module for difference in compared]
     wanted = [
         "model.embed_tokens",
         "model.layers.0.input_layernorm",
@@ -202,8 +193,8 @@ def test_differences_are_found_where_they_begin():
     ]
     assert [name for name in names if name in wanted] == wanted
     # On a CPU products of other sizes round otherwise, and nothing else differs.
-    assert max(difference.largest for difference in found) < 1e-4
-    assert found[0].rows == found[1].rows == 0
+    assert max(difference.largest for difference in compared) < 1e-4
+    assert compared[0].rows == compared[1].rows == 0
     assert model.training == mode
     assert model.config._attn_implementation == "sdpa"
 
@@ -231,9 +222,10 @@ def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autoca
     dtype = torch.bfloat16 if autocast is None else torch.float32
     model = tiny.build(family, **sizes).to("cuda", dtype)
     config = EngineConfig(page_tokens=16, prefill_tokens=500)
-    found = differences(model, config, num_tokens=200, autocast_dtype=autocast, compiled=compiled)
-    assert [difference for difference in found if difference.rows] == []
-    assert len(found) >= (3 if compiled else 30)
+    options = {"num_tokens": 200, "autocast_dtype": autocast, "compiled": compiled}
+    compared = differences(model, config, **options)
+    assert [difference for difference in compared if difference.rows] == []
+    assert len(compared) >= (3 if compiled else 30)
 
 
 @pytest.mark.gpu

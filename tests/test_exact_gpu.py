@@ -21,7 +21,7 @@ PAGE = 64 * 28 * 2 * 8 * 128 * 2  # bytes of 64 tokens of the 0.6B shape; all ro
 
 @dataclass(frozen=True)
 class Case:
-    """What is rolled out, and how."""
+    """A rollout: model, sizes and knobs."""
 
     shape: str = "qwen3-0.6b"
     new_tokens: int = 300
@@ -85,9 +85,9 @@ def draw_again(head, states, seed, first_position, temperature):
         positions = torch.arange(len(part), device="cuda") + first_position + start
         seeds = torch.full_like(positions, seed)
         temperatures = torch.full((len(part),), temperature, device="cuda")
-        found = sample(logits, temperatures, seeds, positions)
-        tokens.append(found[0])
-        scores.append(found[1][:, 0])
+        drawn, logprobs = sample(logits, temperatures, seeds, positions)
+        tokens.append(drawn)
+        scores.append(logprobs[:, 0])
     return torch.cat(tokens).tolist(), torch.cat(scores).cpu()
 
 

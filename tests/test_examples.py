@@ -107,8 +107,8 @@ def test_models_and_datasets_are_loaded_by_name_or_folder(outcomes):
 
 
 def test_each_rollout_has_a_line_where_one_is_asked_for(outcomes):
-    line = r"rollout of \d+ rows under policy version (\d+): .* tok/s\)"
-    assert re.findall(line, outcomes["folders"].stderr) == ["1", "2", "3"]
+    line = r"rollout: \d+ rows, .* tok/s"
+    assert len(re.findall(line, outcomes["folders"].stderr)) == 3
     assert not re.findall(line, outcomes["trl"].stderr + outcomes["ppo"].stderr)
 
 

@@ -39,27 +39,26 @@ def column(value, dtype=torch.float32):
     return torch.full((ROWS,), value, dtype=dtype)
 
 
-def warpers(sampling: SamplingParams, prompt_tokens: int):
+def warpers(asked: SamplingParams, prompt_tokens: int):
     """transformers' processors for what is asked, in its order."""
-    how = sampling
-    if how.repetition_penalty != 1:
-        yield RepetitionPenaltyLogitsProcessor(how.repetition_penalty)
-    if how.min_new_tokens:
+    if asked.repetition_penalty != 1:
+        yield RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)
+    if asked.min_new_tokens:
         yield MinNewTokensLengthLogitsProcessor(
-            prompt_tokens, how.min_new_tokens, list(how.eos_token_ids), device="cpu"
+            prompt_tokens, asked.min_new_tokens, list(asked.eos_token_ids), device="cpu"
         )
-    if how.suppress_tokens:
-        yield SuppressTokensLogitsProcessor(list(how.suppress_tokens), device="cpu")
-    if how.bad_words_ids:
-        words = [list(word) for word in how.bad_words_ids]
-        yield NoBadWordsLogitsProcessor(words, torch.tensor(how.eos_token_ids))
-    yield TemperatureLogitsWarper(float(how.temperature or 1.0))
-    if how.top_k > 0:
-        yield TopKLogitsWarper(how.top_k)
-    if how.top_p < 1:
-        yield TopPLogitsWarper(how.top_p)
-    if how.min_p > 0:
-        yield MinPLogitsWarper(how.min_p)
+    if asked.suppress_tokens:
+        yield SuppressTokensLogitsProcessor(list(asked.suppress_tokens), device="cpu")
+    if asked.bad_words_ids:
+        bad_words = [list(word) for word in asked.bad_words_ids]
+        yield NoBadWordsLogitsProcessor(bad_words, torch.tensor(asked.eos_token_ids))
+    yield TemperatureLogitsWarper(float(asked.temperature or 1.0))
+    if asked.top_k > 0:
+        yield TopKLogitsWarper(asked.top_k)
+    if asked.top_p < 1:
+        yield TopPLogitsWarper(asked.top_p)
+    if asked.min_p > 0:
+        yield MinPLogitsWarper(asked.min_p)
 
 
 # --- which tokens are kept
@@ -89,24 +88,24 @@ def test_what_is_kept_is_what_transformers_keeps(asked, temperature):
     wanted = logits
     for warper in warpers(sampling, 0):
         wanted = warper(None, wanted)
-    found = top_k_top_p(
+    kept = top_k_top_p(
         logits / temperature,
         column(sampling.top_k, torch.int64),
         column(sampling.top_p),
         column(sampling.min_p),
     )
-    assert torch.equal(found, wanted > -torch.inf)
+    assert torch.equal(kept, wanted > -torch.inf)
 
 
 def test_each_row_is_filtered_as_it_asks():
     logits = random_logits()
     top_k = torch.arange(ROWS) % 5
     top_p, min_p = torch.linspace(0.2, 1.0, ROWS), torch.linspace(0.0, 0.1, ROWS)
-    found = top_k_top_p(logits, top_k, top_p, min_p)
+    kept = top_k_top_p(logits, top_k, top_p, min_p)
     for row in range(ROWS):
         mine = slice(row, row + 1)
         assert torch.equal(
-            found[mine], top_k_top_p(logits[mine], top_k[mine], top_p[mine], min_p[mine])
+            kept[mine], top_k_top_p(logits[mine], top_k[mine], top_p[mine], min_p[mine])
         )
 
 
@@ -116,8 +115,8 @@ def test_nothing_asked_keeps_every_token_and_some_ties_are_kept_together():
     spiked[:, 3] = 0.0
     assert top_k_top_p(spiked, *everything).all()
     spiked[:, [5, 9, 11]] = -1.0
-    found = top_k_top_p(spiked, column(2, torch.int64), column(1.0), column(0.0))
-    assert found[0].nonzero().flatten().tolist() == [3, 5, 9, 11]
+    kept = top_k_top_p(spiked, column(2, torch.int64), column(1.0), column(0.0))
+    assert kept[0].nonzero().flatten().tolist() == [3, 5, 9, 11]
 
 
 # --- penalties
@@ -126,8 +125,9 @@ def test_nothing_asked_keeps_every_token_and_some_ties_are_kept_together():
 def test_the_repetition_penalty_is_transformers():
     logits, tokens = random_logits(), torch.randint(0, VOCAB, (ROWS, 30))
     flags = torch.zeros(ROWS, VOCAB, dtype=torch.int32).scatter(1, tokens, SEEN)
-    found = penalise(logits, flags, torch.tensor([1.3, 0.0, 0.0]).expand(ROWS, 3), column(1.0) > 0)
-    assert torch.equal(found, RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits))
+    penalties = torch.tensor([1.3, 0.0, 0.0]).expand(ROWS, 3)
+    penalised = penalise(logits, flags, penalties, column(1.0) > 0)
+    assert torch.equal(penalised, RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits))
 
 
 def test_presence_and_frequency_count_what_was_generated():
@@ -136,19 +136,19 @@ def test_presence_and_frequency_count_what_was_generated():
     flags = (counts * COUNT_UNIT).int() + SEEN * (counts > 0)
     flags[:, 60:70] = SEEN  # of the prompt
     penalties = torch.tensor([1.0, 0.7, -0.2]).expand(ROWS, 3)
-    found = penalise(logits, flags.int(), penalties, column(1.0) > 0)
-    torch.testing.assert_close(found, logits - 0.7 * (counts > 0) + 0.2 * counts)
+    penalised = penalise(logits, flags.int(), penalties, column(1.0) > 0)
+    torch.testing.assert_close(penalised, logits - 0.7 * (counts > 0) + 0.2 * counts)
 
 
 def test_what_is_suppressed_is_out_and_what_stops_only_for_a_while():
     logits, flags = random_logits(), torch.zeros(ROWS, VOCAB, dtype=torch.int32)
     flags[:, 4], flags[:, 9] = SUPPRESSED | SEEN, EOS
     early = torch.arange(ROWS) % 2 == 0
-    found = penalise(logits, flags, torch.tensor([1.0, 0.0, 0.0]).expand(ROWS, 3), early)
+    penalised = penalise(logits, flags, torch.tensor([1.0, 0.0, 0.0]).expand(ROWS, 3), early)
     wanted = logits.clone()
     wanted[:, 4] = -torch.inf
     wanted[early, 9] = -torch.inf
-    assert torch.equal(found, wanted)
+    assert torch.equal(penalised, wanted)
 
 
 # --- draws
@@ -158,9 +158,9 @@ def test_what_is_suppressed_is_out_and_what_stops_only_for_a_while():
 def test_with_everything_kept_draw_and_scores_are_those_of_today_bit_for_bit(dtype):
     logits, temperature = random_logits(dtype), torch.linspace(0, 2, ROWS)
     wanted = sample(logits, temperature, *keys(), 2)
-    found = sample_among(logits, logits.float(), temperature, *keys(), 2)
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
+    tokens, scores = sample_among(logits, logits.float(), temperature, *keys(), 2)
+    assert torch.equal(tokens, wanted[0])
+    assert torch.equal(scores, wanted[1])
     assert torch.equal(kept_mass(logits, logits.float(), temperature), torch.ones(ROWS))
 
 
@@ -175,8 +175,8 @@ def test_draws_follow_the_kept_ones_and_scores_the_whole_vocabulary():
     temperature = torch.full((rows,), 0.7)
     tokens, scores = sample_among(logits, among, temperature, *keys(rows))
     wanted = (among[0] / 0.7).softmax(0)
-    found = torch.bincount(tokens, minlength=vocab) / rows
-    assert ((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / rows).sqrt()).all()
+    shares = torch.bincount(tokens, minlength=vocab) / rows
+    assert ((shares - wanted).abs() <= 4 * (wanted * (1 - wanted) / rows).sqrt()).all()
     logprobs = (logits / 0.7).log_softmax(1).gather(1, tokens[:, None])
     torch.testing.assert_close(scores, logprobs)
     mass = kept_mass(logits, among, temperature)
@@ -238,42 +238,42 @@ def test_rows_of_every_kind_together_are_those_of_transformers(num_slots):
     with RolloutEngine(model, config) as engine:
         completions = engine.generate(prompts, sampling)
     means = []
-    for seed, (prompt, how, completion) in enumerate(
+    for seed, (prompt, asked, completion) in enumerate(
         zip(prompts, sampling, completions, strict=True)
     ):
-        assert completion.token_ids == by_transformers(model, prompt, how, seed)
-        wanted = tiny.logprobs(model, prompt, completion.token_ids, how.temperature or 1.0)
+        assert completion.token_ids == by_transformers(model, prompt, asked, seed)
+        wanted = tiny.logprobs(model, prompt, completion.token_ids, asked.temperature or 1.0)
         assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-5)
         assert len(completion.entropies) == len(completion.token_ids)
         least = torch.tensor(completion.logprobs).exp() * (1 - 1e-5)
         mass = torch.tensor(completion.kept_mass)
         assert (mass <= 1 + 1e-5).all()
-        assert (mass >= least).all() or how.repetition_penalty != 1
-        assert (mass == 1).all() or how.draw != Draw.PLAIN
+        assert (mass >= least).all() or asked.repetition_penalty != 1
+        assert (mass == 1).all() or asked.draw != Draw.PLAIN
         means.append(mass.mean().item())
     assert min(means) < 0.9  # not all of it is kept
 
 
 def test_a_top_k_beyond_any_vocabulary_keeps_all():
     with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
-        found = [
+        rollouts = [
             engine.generate([[9, 10]] * 2, params({"top_k": k, "top_p": 0.9}))
             for k in (0, 2**63 - 1, 10**400)
         ]
-    ids = [[completion.token_ids for completion in completions] for completions in found]
+    ids = [[completion.token_ids for completion in completions] for completions in rollouts]
     assert ids[0] == ids[1] == ids[2]
 
 
 def test_penalties_of_counts_reach_the_device():
     """A strong presence penalty lets greedy rows take no token twice."""
-    how = params({"presence_penalty": 2.0, "temperature": 0, "eos_token_ids": ()}, 40)
+    sampling = params({"presence_penalty": 2.0, "temperature": 0, "eos_token_ids": ()}, 40)
     model = tiny.build()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("lm_head.weight", "embed_tokens.weight")):
                 weight.mul_(0.02)  # so that logits differ by less than the penalty
     with RolloutEngine(model, EngineConfig(**SMALL)) as engine:
-        (completion,) = engine.generate([[9, 10]], how)
+        (completion,) = engine.generate([[9, 10]], sampling)
     assert len(set(completion.token_ids)) == 40
 
 
@@ -288,10 +288,10 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened():
         assert engine.stats.preemptions == 0
         page_bytes = engine.worker.kv_cache.layout.page_bytes
     for engine in fakes.short_of_pages(tiny.build(), page_bytes):
-        found = engine.generate(prompts, sampling)
+        rows = engine.generate(prompts, sampling)
         assert engine.stats.preemptions > 2
-        assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
-        assert [c.logprobs for c in found] == [c.logprobs for c in wanted]
+        assert [c.token_ids for c in rows] == [c.token_ids for c in wanted]
+        assert [c.logprobs for c in rows] == [c.logprobs for c in wanted]
     assert len(wanted[3].token_ids) > 30
 
 
@@ -310,28 +310,13 @@ def test_a_lane_forgets_the_flags_of_the_row_before():
         assert penalised[index].logprobs == wanted[index].logprobs
 
 
-def test_a_batch_takes_what_one_of_its_rows_needs():
-    config = EngineConfig(max_rows=2, page_tokens=4)
-    with RolloutEngine(tiny.build(), config) as engine:
-        seen, run = [], engine.worker.graphs.run
-        engine.worker.graphs.run = lambda slot: (seen.append(slot.batch.draw), run(slot))
-        how = [
-            SamplingParams(max_new_tokens=2, suppress_tokens=(9,)),
-            SamplingParams(max_new_tokens=4, top_k=3),
-            SamplingParams(max_new_tokens=7),
-        ]
-        engine.generate([[9], [10], [11]], how)
-    assert set(seen) == {Draw.PLAIN, Draw.FILTERED, Draw.PENALISED}
-    assert seen[-1] == Draw.PLAIN
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"suppress_tokens": (3, 61)}, "suppress_tokens: token id 61 is outside"),
         ({"min_new_tokens": 2, "eos_token_ids": (99,)}, "eos_token_ids: token id 99 is outside"),
         ({"bad_words_ids": ((61,),)}, "bad_words_ids: token id 61 is outside"),
-        ({"suppress_tokens": tuple(range(61))}, "leave none of the 61 tokens"),
+        ({"suppress_tokens": tuple(range(61))}, "suppress all of the 61 tokens"),
     ],
     ids=str,
 )

@@ -7,7 +7,6 @@ import tiny
 import torch
 import trl_trainer
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.model.projections import groups_of, lay_together
@@ -16,8 +15,9 @@ FUSED = EngineConfig(max_rows=4, page_tokens=4, fuse_projections=True)
 SIX = SamplingParams(max_new_tokens=6)
 
 
-def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
+def test_parameters_and_checkpoints_stay_and_share_a_buffer(tmp_path):
     model = tiny.build("qwen2")  # q, k and v have biases
+    model.save_pretrained(tmp_path / "before")
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
     assert lay_together(groups_of(model)) == 2 * 3
     for name, parameter in model.named_parameters():
@@ -27,19 +27,9 @@ def test_parameters_keep_identity_values_and_names_and_share_a_buffer():
     attention = model.model.layers[0].self_attn
     first, second = attention.q_proj.weight, attention.k_proj.weight
     assert first.data_ptr() + first.nbytes == second.data_ptr()
-
-
-def test_checkpoints_are_what_they_were(tmp_path):
-    model, plain = tiny.build(), tiny.build()
-    lay_together(groups_of(model))
-    model.save_pretrained(tmp_path / "fused")
-    plain.save_pretrained(tmp_path / "plain")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fused").state_dict()
-    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
-    assert set(loaded) == set(wanted)
-    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-    size = sum(file.stat().st_size for file in (tmp_path / "fused").glob("*.safetensors"))
-    assert size == sum(f.stat().st_size for f in (tmp_path / "plain").glob("*.safetensors"))
+    model.save_pretrained(tmp_path / "after")
+    files = [tmp_path / name / "model.safetensors" for name in ("before", "after")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -94,22 +84,16 @@ def test_adapters_that_are_more_than_a_product_are_left_alone():
         tiny.assert_on_policy(engine, model)
 
 
-def test_cast_weights_lie_together_unasked():
-    model = tiny.build()
-    with RolloutEngine(
-        model, replace(FUSED, fuse_projections=False), autocast_dtype=torch.bfloat16
-    ) as engine:
+def test_only_cast_weights_lie_together_unasked():
+    model, config = tiny.build(), replace(FUSED, fuse_projections=False)
+    with RolloutEngine(model, config) as engine:
+        assert engine.worker.twin.num_fused == 0
+    with RolloutEngine(model, config, autocast_dtype=torch.bfloat16) as engine:
         assert engine.worker.twin.num_fused == 6
         (completion,) = engine.generate([[9, 10, 11]], SIX)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             wanted = tiny.logprobs(model.eval(), [9, 10, 11], completion.token_ids)
         assert completion.logprobs == pytest.approx(wanted.tolist(), abs=0.03)
-
-
-def test_nothing_is_fused_unless_asked():
-    model = tiny.build()
-    with RolloutEngine(model, EngineConfig(max_rows=4, page_tokens=4)) as engine:
-        assert engine.worker.twin.num_fused == 0
 
 
 def test_training_ends_in_the_same_weights(tmp_path):
@@ -125,64 +109,43 @@ def test_training_ends_in_the_same_weights(tmp_path):
         torch.testing.assert_close(results[1][name], parameter, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["batch-invariant", "skinny"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-def test_narrow_products_are_the_same_products_and_outlive_a_change_of_adapters(fused, adapters):
-    model = tiny.build("qwen2")
-    if adapters:
-        config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
-        model = get_peft_model(model, config)
-    shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
-    with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
-        groups = {(96, 48), (128, 48), (9, 48), (6, 48)}
-        engine.worker.twin.use_invariant_shapes(dict.fromkeys({*shapes, *groups}, 256))
-        tiny.assert_on_policy(engine, model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.1)  # as an optimizer's step: each product has to take it over
-        tiny.assert_on_policy(engine, model)
-        left = [
-            type(m).__name__
-            for m in engine.worker.twin.base.modules()
-            if type(m) is torch.nn.Linear
-        ]
-        assert left == []
-        if adapters:
-            model.merge_adapter()
-            tiny.assert_on_policy(engine, model)
-
-
-@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "lora"])
-@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-def test_products_of_few_rows_are_ours_in_each_version_and_others_are_not(
-    fused, adapters, monkeypatch
+def test_every_product_is_ours_in_each_version_and_after_a_change_of_adapters(
+    fused, adapters, kind, monkeypatch
 ):
-    skinny_linear_triton = pytest.importorskip("rollout.kernels.skinny_linear_triton")
-    rows, model = [], tiny.build("qwen2")
+    kernels = pytest.importorskip("rollout.kernels.skinny_linear_triton")
+    model, rows = tiny.build("qwen2"), []
     if adapters:
         config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config)
 
-    def product(states, weight, bias):
+    def skinny_linear(states, weight, bias):
         rows.append(states.numel() // states.shape[-1])
         return torch.nn.functional.linear(states, weight, bias)
 
     for module in ("linear", "projections"):
         monkeypatch.setattr(f"rollout.model.{module}.serves", lambda weight: True)
-    monkeypatch.setattr(skinny_linear_triton, "skinny_linear", product)
+    monkeypatch.setattr(kernels, "skinny_linear", skinny_linear)
     with RolloutEngine(model, replace(FUSED, fuse_projections=fused)) as engine:
-        tiny.assert_on_policy(engine, model)
-        assert rows
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.1)  # as an optimizer's step
-        tiny.assert_on_policy(engine, model)
-        rows.clear()
+        twin = engine.worker.twin
+        if kind == "batch-invariant":
+            linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+            shapes = {tuple(linear.weight.shape) for linear in linears}
+            groups = {(96, 48), (128, 48), (9, 48), (6, 48)}
+            twin.use_invariant_shapes(dict.fromkeys({*shapes, *groups}, 256))
+        for change in ("none", "a step", "merge"):
+            if change == "a step":
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1.1)  # each product has to take it over
+            elif change == "merge" and adapters:
+                model.merge_adapter()
+            rows.clear()
+            tiny.assert_on_policy(engine, model)
+            assert bool(rows) == (kind == "skinny")
+            tree = twin.base.model if kind == "skinny" else twin.base  # the head, too
+            assert not any(type(module) is torch.nn.Linear for module in tree.modules())
         engine.generate([list(range(9, 60))], SamplingParams(max_new_tokens=1))
-        assert max(rows) <= skinny_linear_triton.MOST_ROWS
-        left = [
-            name
-            for name, module in engine.worker.twin.base.model.named_modules()
-            if type(module) is torch.nn.Linear
-        ]
-        assert left == []
+        assert max(rows, default=0) <= kernels.MOST_ROWS

@@ -80,32 +80,22 @@ def test_new_weights_share_nothing_of_the_old_ones():
     assert completion.token_ids == tiny.greedy(model, prompt(11), 6)
 
 
-def test_a_later_turn_prefills_what_it_adds_under_the_same_weights():
+@pytest.mark.parametrize("length", [7, 8, 9, 10])
+def test_a_later_turn_prefills_what_it_adds_under_the_same_weights(length):
     model = tiny.build().eval()
     with RolloutEngine(model, CONFIG) as engine:
-        first = prompt(10)
+        first = prompt(length)
         (done,) = engine.generate([first], GREEDY)
         turn = [*first, *done.token_ids, 9, 10]
         (again,) = engine.generate([turn], GREEDY, same_weights=True)
         written = len(first) + len(done.token_ids) - 1  # the last token's KV never was
-        assert engine.stats.shared_tokens == written // PAGE * PAGE
-        shared = engine.stats.shared_tokens
+        shared = written // PAGE * PAGE
+        assert engine.stats.shared_tokens == shared
         assert engine.stats.prefilled_tokens == len(turn) - 1 - shared
         assert engine.stats.attended_tokens == sum(range(shared + 1, len(turn)))
         assert again.token_ids == tiny.greedy(model, turn, 6)
         engine.generate([turn], GREEDY)  # the weights may have changed
         assert engine.stats.shared_tokens == 0
-
-
-@pytest.mark.parametrize("length", [7, 8, 9, 12])
-def test_prompts_that_begin_alike_share_what_is_full(length):
-    model = tiny.build().eval()
-    with RolloutEngine(model, CONFIG) as engine:
-        engine.generate([prompt(length)], SamplingParams(max_new_tokens=1))
-        longer = [*prompt(length), 11, 12, 13]
-        (done,) = engine.generate([longer], GREEDY, same_weights=True)
-        assert engine.stats.shared_tokens == length // PAGE * PAGE
-        assert done.token_ids == tiny.greedy(model, longer, 6)
 
 
 def test_known_beginnings_give_way_to_rows_that_need_the_pages():

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import fakes
 import pytest
 import tiny
 import torch
@@ -194,28 +195,6 @@ def test_an_interrupt_of_one_rank_ends_the_run(tmp_path):
     assert "KeyboardInterrupt" in errors
 
 
-@contextmanager
-def interrupt_at_line(number):
-    """Ctrl-C at so many lines of the engine from now; yields the lines that were passed."""
-    passed = [0]
-
-    def line(frame, event, argument):
-        passed[0] += event == "line"
-        if event == "line" and passed[0] == number:
-            raise KeyboardInterrupt
-        return line
-
-    def call(frame, event, argument):
-        return line if f"{os.sep}rollout{os.sep}" in frame.f_code.co_filename else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield passed
-    finally:
-        sys.settrace(before)
-
-
 @pytest.mark.slow
 def test_an_interrupt_may_come_at_any_line(no_memory_of_lengths):
     """Of preparing weights and memory, too; in bf16 autocast, so that weights are cast."""
@@ -224,11 +203,11 @@ def test_an_interrupt_may_come_at_any_line(no_memory_of_lengths):
     with RolloutEngine(tiny.build(), config, autocast_dtype=torch.bfloat16) as engine:
         wanted = [(c.token_ids, c.logprobs) for c in engine.generate(*work)]
         engine.sleep()
-        with interrupt_at_line(-1) as passed:
+        with fakes.interrupt_at_line(-1) as passed:
             engine.generate(*work)
         for number in range(1, passed[0], passed[0] // 30):
             engine.sleep()
-            with pytest.raises(KeyboardInterrupt), interrupt_at_line(number):
+            with pytest.raises(KeyboardInterrupt), fakes.interrupt_at_line(number):
                 engine.generate(*work)
             assert not engine.busy
             engine.sleep()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import make_request
+from workloads import make_request
 
 from rollout.config import EngineConfig
 from rollout.scheduler import lanes as lane_table
@@ -26,42 +26,44 @@ def order_of(queue):
     return [queue.pop().id for _ in range(len(queue))]
 
 
+def queue_of(lengths, *groups):
+    """A queue of these rows, behind a rollout in which each group was of the length given."""
+    before = WaitingQueue(remembered := Lengths())
+    before.add(rows_of(*lengths))
+    for length in lengths.values():
+        before.forget(before.pop(), length)
+    queue = WaitingQueue(remembered)
+    queue.add(rows_of(*groups))
+    return queue
+
+
 def test_nothing_known_is_first_come_first_served_and_groups_stay_together():
-    queue = WaitingQueue(Lengths())
-    queue.add(rows_of(7, 8, 7, 9, 8, 7))
+    queue = queue_of({}, 7, 8, 7, 9, 8, 7)
     queue.add(rows_of(7, 9, first=6))
     assert order_of(queue) == [0, 2, 5, 1, 4, 3, 6, 7]
 
 
 def test_the_longest_known_go_first_behind_those_of_which_nothing_is_known():
-    lengths = Lengths()
-    before = WaitingQueue(lengths)
-    before.add(rows_of(1, 2, 3))
-    for length in (10, 300, 20):
-        before.forget(before.pop(), length)
-    queue = WaitingQueue(lengths)
-    rows = rows_of(1, 2, 4, 3, 2, 5)
-    queue.add(rows)
+    queue = queue_of({1: 10, 2: 300, 3: 20}, 1, 2, 4, 3, 2, 5)
+    assert [queue.expected_new(row) for row in sorted(queue, key=lambda row: row.id)] == [
+        10,
+        300,
+        0,
+        20,
+        300,
+        0,
+    ]
     assert order_of(queue) == [2, 5, 1, 4, 3, 0]
-    assert [queue.expected_new(row) for row in rows] == [10, 300, 0, 20, 300, 0]
 
 
 def test_a_finished_sibling_tells_of_the_rest_of_its_group():
-    lengths = Lengths()
-    lengths_before = WaitingQueue(lengths)
-    lengths_before.add(rows_of(2, 3))
-    for length in (50, 40):
-        lengths_before.forget(lengths_before.pop(), length)
-    queue = WaitingQueue(lengths)
-    queue.add(rows_of(1, 1, 1, 2, 3))
-    first = queue.pop()
-    queue.forget(first, 45)
+    queue = queue_of({2: 50, 3: 40}, 1, 1, 1, 2, 3)
+    queue.forget(queue.pop(), 45)
     assert order_of(queue) == [3, 1, 2, 4]
 
 
 def test_a_preempted_row_goes_before_all_others_behind_older_ones():
-    queue = WaitingQueue(Lengths())
-    queue.add(rows_of(1, 2, 3, 4))
+    queue = queue_of({}, 1, 2, 3, 4)
     first, second = queue.pop(), queue.pop()
     queue.put_back(second)
     queue.put_back(first)
@@ -71,8 +73,7 @@ def test_a_preempted_row_goes_before_all_others_behind_older_ones():
 
 
 def test_rows_that_are_removed_leave_their_groups():
-    queue = WaitingQueue(Lengths())
-    queue.add(rows_of(1, 1, 2, 3))
+    queue = queue_of({}, 1, 1, 2, 3)
     queue.put_back(queue.pop())
     assert {row.id for row in queue.remove({0, 1, 2, 99})} == {0, 1, 2}
     assert len(queue) == 1

@@ -1,4 +1,4 @@
-"""The page allocator against plain sets."""
+"""The page allocator against plain sets, and pages that are found by what they hold."""
 
 from collections import Counter
 
@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.scheduler.pages import TRASH_PAGE, PageAllocator, pages_for
+from rollout.scheduler.pages import (
+    TRASH_PAGE,
+    PageAllocator,
+    PageUse,
+    PrefixIndex,
+    page_keys,
+    pages_for,
+)
 
 many = settings(max_examples=5 * settings.default.max_examples)
 
@@ -39,10 +46,10 @@ class Rows:
         self.pool = PageAllocator()
         self.num_pages = 1
         self.rows: list[list[int]] = [[]]
-        self.uses: dict[tuple[int, int], int] = {}  # of held pages, and how many rows hold each
+        self.uses: dict[PageUse, int] = {}  # and how many rows have each
 
     @property
-    def held(self) -> list[int]:
+    def pages(self) -> list[int]:
         return [page for pages in self.rows for page in pages]
 
     def grow(self, number: int) -> None:
@@ -55,7 +62,7 @@ class Rows:
         count = min(number // 3, self.pool.num_free)
         taken = self.pool.allocate(count).tolist()
         assert len(taken) == count
-        assert not set(taken) & {TRASH_PAGE, *self.held}
+        assert not set(taken) & {TRASH_PAGE, *self.pages}
         self.rows[number % len(self.rows)] += taken
         self.uses.update((self.pool.use(page), 1) for page in taken)
 
@@ -76,11 +83,11 @@ class Rows:
 
     def check(self) -> None:
         assert self.pool.num_pages == self.num_pages
-        assert self.pool.num_used == len(set(self.held))
-        assert self.pool.num_free == self.num_pages - 1 - len(set(self.held))
-        assert self.pool.num_shared == sum(count > 1 for count in Counter(self.held).values())
+        assert self.pool.num_used == len(set(self.pages))
+        assert self.pool.num_free == self.num_pages - 1 - len(set(self.pages))
+        assert self.pool.num_shared == sum(count > 1 for count in Counter(self.pages).values())
         assert all(self.pool.is_current(use) == (count > 0) for use, count in self.uses.items())
-        self.pool.check(np.array(self.held, np.int64))
+        self.pool.check(np.array(self.pages, np.int64))
 
 
 @many
@@ -97,12 +104,6 @@ def test_every_page_is_free_or_one_rows(steps):
     assert sorted(rows.pool.allocate(everything)) == list(range(1, rows.num_pages))
 
 
-def test_a_pool_starts_with_the_trash_page_alone():
-    pool = PageAllocator()
-    assert (pool.num_pages, pool.num_used, pool.num_free) == (1, 0, 0)
-    pool.check(np.empty(0, np.int64))
-
-
 def test_pages_come_lowest_first_and_grown_ones_last():
     pool = make_pool(4)
     assert pool.allocate(1).tolist() == [1]
@@ -116,20 +117,6 @@ def test_freed_pages_are_the_next_ones_given():
     pages = pool.allocate(3)
     pool.free(pages)
     assert set(pool.allocate(3)) == set(pages)
-
-
-def test_no_pages_are_an_empty_array_of_ints():
-    pages = make_pool(4).allocate(0)
-    assert (pages.shape, pages.dtype) == ((0,), np.int64)
-
-
-def test_growing_to_fewer_pages_takes_none_away():
-    pool = make_pool(8)
-    pages = pool.allocate(7)
-    for num_pages in (8, 3, 0):
-        pool.grow(num_pages)
-        assert pool.num_pages == 8
-        pool.check(pages)
 
 
 def test_a_page_that_is_kept_for_its_beginning_still_holds_it():
@@ -149,17 +136,51 @@ def test_taking_more_than_all_pages_is_a_bug_of_ours():
 
 
 # A check that cannot fail holds nothing.
-@pytest.mark.parametrize(
-    ("held", "why"),
-    [
-        ([1, 2], "leaked"),
-        ([1, 2, 3, 3], "shared"),
-        ([1, 2, 4], "free and held"),
-        ([0, 1, 2], "trash"),
-    ],
-)
-def test_check_notices(held, why):
+@pytest.mark.parametrize("pages", [[1, 2], [1, 2, 3, 3], [1, 2, 4], [0, 1, 2]], ids=str)
+def test_check_notices(pages):
     pool = make_pool(6)
     pool.check(pool.allocate(3))
     with pytest.raises(AssertionError, match="a page leaked or is shared"):
-        pool.check(np.array(held))
+        pool.check(np.array(pages))
+
+
+# --- known prefixes
+
+tokens = st.lists(st.integers(0, 3), max_size=24)
+
+
+@given(tokens, tokens, st.integers(1, 6))
+def test_keys_are_equal_as_far_as_tokens_are(left, right, page_tokens):
+    keys = [list(page_keys(np.array(row, np.int64), page_tokens)) for row in (left, right)]
+    assert [len(each) for each in keys] == [len(row) // page_tokens for row in (left, right)]
+    for index, (mine, theirs) in enumerate(zip(*keys, strict=False)):
+        stop = (index + 1) * page_tokens
+        assert (mine == theirs) == (left[:stop] == right[:stop])
+
+
+@given(st.lists(tokens, max_size=8), tokens, st.integers(1, 4))
+def test_the_longest_known_beginning_is_found(rows, wanted, page_tokens):
+    index, contents = PrefixIndex(), {}
+    for number, row in enumerate(rows):
+        pages = [100 * number + place for place in range(len(row) // page_tokens)]
+        index.add(page_keys(np.array(row, np.int64), page_tokens), pages)
+        contents.update(
+            {page: row[: (place + 1) * page_tokens] for place, page in enumerate(pages)}
+        )
+    matched = index.match(page_keys(np.array(wanted, np.int64), page_tokens))
+    known = [stop for row in rows for stop in range(len(row) + 1) if row[:stop] == wanted[:stop]]
+    longest = max(known, default=0) // page_tokens
+    assert len(matched) == longest
+    for place, page in enumerate(matched):
+        assert contents[page] == wanted[: (place + 1) * page_tokens]
+
+
+def test_a_page_that_is_forgotten_is_not_found_and_ends_the_match():
+    index, row = PrefixIndex(), np.arange(6)
+    index.add(page_keys(row, 2), [7, 8, 9])
+    index.forget(8)
+    assert index.match(page_keys(row, 2)) == [7]
+    assert 9 in index
+    index.clear()
+    assert index.match(page_keys(row, 2)) == []
+    assert 9 not in index

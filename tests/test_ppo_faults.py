@@ -13,7 +13,7 @@ import test_ppo
 import torch
 import trl_trainer
 
-from rollout.model.twin import Twin
+from rollout.model import twin
 from trainers import PPOTrainer, generator
 from trainers.ppo import trainer as ppo
 from trainers.ppo.critic import Critic
@@ -63,11 +63,11 @@ def roll_out_stale_weights(bind):
     """The engine runs a copy of the weights that it began with."""
     seen = set()
 
-    def bound_once(twin):
-        if twin not in seen:
-            seen.add(twin)
-            bind(twin)
-            for parameter in twin.base.parameters():
+    def bound_once(base, live):
+        if base not in seen:
+            seen.add(base)
+            bind(base, live)
+            for parameter in base.parameters():
                 parameter.data = parameter.data.clone()
 
     return bound_once
@@ -99,7 +99,7 @@ NOT_CLOSE, GAP = "Tensor-likes are not close", r"assert \d\.\d+ < 0.0001"
         (reward_the_padding, ppo, "token_rewards", REWARDED, NOT_CLOSE),
         (reward_the_first_token, ppo, "token_rewards", REWARDED, NOT_CLOSE),
         (read_the_action, Critic, "values", BEFORE, NOT_CLOSE),
-        (roll_out_stale_weights, Twin, "_bind", SCORED, GAP),
+        (roll_out_stale_weights, twin, "bind", SCORED, GAP),
         (roll_out_at_another_temperature, generator, "row_sampling", SCORED, GAP),
         (
             learn_values_of_padding,

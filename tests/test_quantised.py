@@ -23,13 +23,13 @@ ENGINE = EngineConfig(max_rows=4, page_tokens=4)
 def model(request, tmp_path):
     """As users load it; the layers' weights have half a byte a number."""
     tiny.build().save_pretrained(tmp_path / "model")
-    how = BitsAndBytesConfig(
+    config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=torch.float32,
         bnb_4bit_use_double_quant=request.param,
     )
-    return AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=how)
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config)
 
 
 def quantised(model):

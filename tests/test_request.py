@@ -7,17 +7,12 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from rollout.errors import RequestError, RolloutError
+from rollout.errors import RequestError
 from rollout.request import FinishReason, Request
 from rollout.sampling_params import SETTINGS, Draw, SamplingParams
 from rollout.scheduler.token_flags import COUNT_UNIT, EOS, SEEN, SUPPRESSED, token_flags
 
 NAN = float("nan")
-
-
-def test_defaults():
-    sampling = SamplingParams(max_new_tokens=1)
-    assert (sampling.temperature, sampling.eos_token_ids) == (1.0, ())
 
 
 @pytest.mark.parametrize(
@@ -59,19 +54,19 @@ def test_good_values_are_kept(knobs):
         ({"min_new_tokens": -1}, "min_new_tokens=-1: "),
         ({"min_new_tokens": 5}, "min_new_tokens=5: "),
         ({"suppress_tokens": [3]}, r"suppress_tokens=\[3\]: "),
-        ({"suppress_tokens": (-3,)}, "a token of suppress_tokens=-3: "),
+        ({"suppress_tokens": (-3,)}, "token in suppress_tokens=-3: "),
         ({"bad_words_ids": [(3,)]}, r"bad_words_ids=\[\(3,\)\]: "),
         ({"bad_words_ids": ((),)}, r"bad_words_ids=\(\(\),\): "),
-        ({"bad_words_ids": ([3],)}, r"a word of bad_words_ids=\[3\]: "),
+        ({"bad_words_ids": ([3],)}, r"word in bad_words_ids=\[3\]: "),
     ],
 )
 def test_a_bad_value_is_named_with_its_knob(knobs, message):
-    with pytest.raises(RequestError, match=f"^{message}it must be "):
+    with pytest.raises(RequestError, match=f"^{message}must be "):
         SamplingParams(**{"max_new_tokens": 4, **knobs})
 
 
 def test_a_word_of_several_tokens_is_refused_and_told_what_to_do_instead():
-    message = r"bad_words_ids: \(4, 7\) has 2 tokens, .* one by one, or as `suppress_tokens`, or"
+    message = r"bad_words_ids: the word \(4, 7\) has 2 tokens, .* as separate words, or penalise"
     with pytest.raises(RequestError, match=message):
         SamplingParams(max_new_tokens=4, bad_words_ids=((3,), (4, 7)))
 
@@ -92,11 +87,6 @@ def test_a_word_of_several_tokens_is_refused_and_told_what_to_do_instead():
 def test_an_unknown_name_gets_the_right_one(name, hint):
     with pytest.raises(RequestError, match=f"^SamplingParams has no '{name}'; {hint}$"):
         SamplingParams(**{"max_new_tokens": 4, name: 1})
-
-
-def test_a_bad_request_is_a_value_error_too():
-    assert issubclass(RequestError, ValueError)
-    assert issubclass(RequestError, RolloutError)
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_draws_follow_the_softmax_at_temperature():
         torch.full((rows,), 5),
     )
     wanted = (logits[0] / temperature).softmax(0)
-    found = torch.bincount(tokens, minlength=vocab) / rows
+    shares = torch.bincount(tokens, minlength=vocab) / rows
     # Four standard deviations of a binomial share.
-    assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / rows).sqrt()).all()
+    assert ((shares - wanted).abs() < 4 * (wanted * (1 - wanted) / rows).sqrt()).all()
 
 
 def test_a_draw_depends_on_seed_and_position_alone():

@@ -2,72 +2,30 @@
 
 import time
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import Phase, find, given, settings
-from simulation import (
-    EOS_SETS,
-    VOCAB,
-    Device,
-    Rollout,
-    Workload,
-    by_seed,
-    depths,
-    expected,
-    make_request,
-    many,
-    outcome,
-    text_of,
-    workloads,
-)
+from hypothesis import given
+from simulation import Device, Rollout, assert_comes_by, depths, many, step
+from workloads import EOS_SETS, VOCAB, Workload, make_request, text_of, workloads
 
 from rollout.config import EngineConfig
 from rollout.errors import RolloutError
 from rollout.request import Request
-from rollout.scheduler.admission import Admitter
+from rollout.sampling_params import Draw, SamplingParams
 from rollout.scheduler.batch import Batch
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.waiting import digest
 from rollout.stop_strings import StopStrings
 
-# --- rows
+# --- rows, by the ordering rules of the design
 
 
 @many
-@given(workloads(resets=True), depths)
+@given(workloads(), depths)
 def test_every_row_comes_back_once_as_if_alone(work, depth):
-    rollout = Rollout(work, depth).run()
-    assert len(rollout.completions) == len(work.requests)
-    done = by_seed(rollout)
-    for request in work.requests:
-        assert outcome(done[request.seed]) == expected(request)
-    assert rollout.scheduler.pages.num_used == 0
-    assert rollout.scheduler._host_pages.num_used == 0
-
-
-@many
-@given(workloads())
-def test_one_slot_and_two_give_the_same_rows(work):
-    one, two = (by_seed(Rollout(work, depth).run()) for depth in (1, 2))
-    assert {seed: outcome(row) for seed, row in one.items()} == {
-        seed: outcome(row) for seed, row in two.items()
-    }
-
-
-# --- ordering rules of the design
-
-
-# Rows of many lengths on few pages: what one row frees, another is given in the next batch.
-@many
-@given(workloads(resets=True, max_spare_pages=2), depths)
-def test_rules_1_and_3_a_row_reads_only_its_own_kv(work, depth):
-    rollout = Rollout(work, depth).run()  # `Device.attend` looks at every entry that is read
-    for row, completion in rollout.completions.items():
-        request = rollout.requests[row]
-        num_tokens = len(request.prompt) + len(completion.token_ids)
-        assert rollout.device.written[request.seed] in (num_tokens - 1, num_tokens)  # an overrun
+    """By rules 1, 3, 4 and 9: `Rollout` and `Device` look at every step."""
+    Rollout(work, depth).run()
 
 
 def test_rule_3_an_overrun_does_not_touch_the_lanes_next_row():
@@ -91,28 +49,8 @@ def test_rule_3_an_overrun_does_not_touch_the_lanes_next_row():
     scheduler.check()
 
 
-@many
-@given(workloads(resets=True), depths)
-def test_rule_4_only_a_stop_overruns_and_by_one_token(work, depth):
-    rollout = Rollout(work, depth).run()
-    for row, num_launched in rollout.num_launched.items():
-        assert num_launched <= rollout.requests[row].sampling.max_new_tokens
-    num_overruns = 0
-    for row, completion in rollout.completions.items():
-        num_tokens = len(completion.token_ids)
-        at_limit = num_tokens == rollout.requests[row].sampling.max_new_tokens
-        # A step that leaves prompts to prefill decodes nothing, so that a stop overruns none.
-        overruns = row in rollout.settled_under_decode and not at_limit
-        assert rollout.num_launched[row] == num_tokens + overruns
-        num_overruns += overruns
-    if "reset" not in rollout.seen:  # else rows that were given up count, too
-        assert rollout.stats.overrun_tokens == num_overruns
-
-
 def test_rule_5_not_finished_while_a_batch_is_in_flight():
-    work = Workload(
-        EngineConfig(), [make_request(0, 1, 9, eos_token_ids=EOS_SETS[-1])], [0], 0, {}, None
-    )
+    work = Workload(EngineConfig(), [make_request(0, 1, 9, eos_token_ids=EOS_SETS[-1])])
     rollout = Rollout(work, depth=2)
     rollout.add(work.requests[0])
     rollout.step()
@@ -126,31 +64,7 @@ def test_rule_5_not_finished_while_a_batch_is_in_flight():
     rollout.check()
 
 
-@many
-@given(workloads(resets=True), depths)
-def test_rule_9_prefill_is_all_but_the_last_prompt_token_once(work, depth):
-    rollout = Rollout(work, depth).run()  # `Device.write` takes positions in order only
-    for row in rollout.completions.keys() - rollout.preempted:
-        wanted = rollout.requests[row].prompt[:-1].tolist()
-        found = rollout.prefills[row]  # or the end, where another row has the beginning
-        assert wanted[len(wanted) - len(found) :] == found
-        assert not found or (len(wanted) - len(found)) % work.config.page_tokens == 0
-    for batch in rollout.batches:
-        num_tokens = [len(segment.tokens) for segment in batch.segments]
-        assert sum(num_tokens) <= work.config.prefill_tokens
-        assert 0 not in num_tokens
-        assert batch.segments or len(batch.rows) or len(batch.restores) or len(batch.admitted)
-
-
 # --- pages
-
-
-@many
-@given(workloads(max_spare_pages=0), depths)
-def test_pages_of_one_longest_row_serve_all(work, depth):
-    work = replace(work, growths={})
-    rollout = Rollout(work, depth).run()
-    assert sorted(rollout.completions) == list(range(len(work.requests)))
 
 
 class PagesWanted(Rollout):
@@ -177,8 +91,7 @@ class PagesWanted(Rollout):
         assert self.scheduler.pages_wanted() <= 1 + sum(rows), "more than every row can fill"
 
 
-@many
-@given(workloads(resets=True), depths)
+@given(workloads(), depths)
 def test_with_the_pages_wanted_no_row_waits_for_pages(work, depth):
     PagesWanted(work, depth).run()
 
@@ -194,35 +107,6 @@ def test_growing_keeps_rows_going():
     scheduler.check()
 
 
-def looking(admit):
-    """`Admitter.admit`, and whether the first in line then waits for good reason."""
-
-    def look(self, policy_version, plan):
-        admit(self, policy_version, plan)
-        if not self._lanes.free or not len(self._waiting) or self._waiting.first().in_flight:
-            return
-        claim = self._claim(self._waiting.first(), policy_version)
-        assert claim.num_pages > self._lanes.pages.num_free - self._lanes.growth(), "it would fit"
-
-    return look
-
-
-@many
-@given(workloads(resets=True, max_spare_pages=4), depths)
-def test_the_first_in_line_waits_only_while_it_does_not_fit(work, depth):
-    with patch.object(Admitter, "admit", looking(Admitter.admit)):
-        Rollout(work, depth).run()
-
-
-def ending(scheduler, *rows):
-    """A step in which the tokens of these rows are their last. The rows that decoded."""
-    batch = scheduler.schedule(1)
-    tokens = np.where(np.isin(batch.rows, rows), 3, 5)
-    scheduler.settle(batch, tokens, np.zeros((len(tokens), 1), np.float32))
-    scheduler.check()
-    return batch.rows.tolist()
-
-
 def test_a_row_that_was_overtaken_is_looked_at_when_one_lane_is_free_as_before():
     scheduler = Scheduler(EngineConfig(max_rows=3, page_tokens=1), 32)
     scheduler.pages.grow(1 + 20)
@@ -235,13 +119,14 @@ def test_a_row_that_was_overtaken_is_looked_at_when_one_lane_is_free_as_before()
     known = make_request(99, 12, 16, eos_token_ids=(3,))
     scheduler.lengths.note(digest(known.prompt), 1)
     long, large = add((1, 1), (2, 10))
-    assert ending(scheduler) == [long, large]
+    assert step(scheduler).rows.tolist() == [long, large]
     (waiting,) = scheduler.add([known])
-    assert ending(scheduler, large) == [long, large]  # one lane is free, and too few pages
+    # Then one lane is free, and too few pages.
+    assert step(scheduler, large).rows.tolist() == [long, large]
     # Nothing is known of these, so they go first, and take all lanes.
     short, other = add((3, 1), (4, 1))
-    assert sorted(ending(scheduler, short)) == [long, short, other]
-    assert sorted(ending(scheduler)) == [long, waiting, other]
+    assert sorted(step(scheduler, short).rows) == [long, short, other]
+    assert sorted(step(scheduler).rows) == [long, waiting, other]
 
 
 def test_a_row_is_looked_at_when_its_beginning_has_become_known():
@@ -250,7 +135,21 @@ def test_a_row_is_looked_at_when_its_beginning_has_become_known():
     first = make_request(0, 9, 9)
     second = replace(make_request(1, 1, 9), prompt=np.append(first.prompt, 7))
     rows = scheduler.add([first, second])
-    assert [ending(scheduler) for _ in range(3)] == [[], rows[:1], rows]
+    assert [step(scheduler).rows.tolist() for _ in range(3)] == [[], rows[:1], rows]
+
+
+def test_a_batch_draws_as_the_most_demanding_of_its_rows():
+    scheduler = Scheduler(EngineConfig(max_rows=2), 1)
+    scheduler.pages.grow(3)
+    asked = {"suppress_tokens": (9,)}, {"top_k": 3}, {}
+    prompt, draws = np.array([9]), []
+    for max_new, knobs in zip((2, 4, 7), asked, strict=True):
+        scheduler.add([Request(prompt, SamplingParams(max_new_tokens=max_new, **knobs))])
+    while scheduler.num_live or scheduler.num_waiting:
+        batch = scheduler.schedule(1)
+        draws.append(batch.draw)
+        scheduler.settle(batch, batch.rows, np.zeros((len(batch.rows), 1), np.float32))
+    assert draws == [Draw.PENALISED] * 2 + [Draw.FILTERED] * 2 + [Draw.PLAIN] * 5
 
 
 # --- failure
@@ -303,8 +202,7 @@ def test_a_logprob_that_is_not_finite_is_an_error_and_reset_mends_it(value):
     ],
 )
 def test_workloads_come_by_the_hard_places(place):
-    once = settings(max_examples=5000, phases=[Phase.generate], database=None)
-    find(workloads(resets=True), lambda work: place in Rollout(work, 2).run().seen, settings=once)
+    assert_comes_by(workloads(), place)
 
 
 def test_the_device_sees_a_page_with_two_rows():

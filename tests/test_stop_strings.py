@@ -159,7 +159,7 @@ def test_few_tokens_of_prose_are_looked_at():
 
 @pytest.mark.parametrize("strings", [[], "ab", [""], ["a", 3], ["\ufffd"], 5, None], ids=repr)
 def test_strings_that_say_nothing_are_refused(strings):
-    with pytest.raises(RequestError, match=r"stop_strings=.*: it must be"):
+    with pytest.raises(RequestError, match=r"stop_strings=.*: must be"):
         StopStrings(strings, "".join, 3)
 
 

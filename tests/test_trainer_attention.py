@@ -9,7 +9,13 @@ from rollout.errors import UnsupportedModel
 from rollout.exact.attention import EXACT_ATTENTION, exact_attention, exact_attention_forward
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-HOW = [(None, None, False), (3, None, True), (None, 1.5, False), (1, None, False), (4, 2.0, True)]
+OPTIONS = [
+    (None, None, False),
+    (3, None, True),
+    (None, 1.5, False),
+    (1, None, False),
+    (4, 2.0, True),
+]
 
 
 def states(tokens, dtype=torch.float64, seed=0, shape=(HEADS, KV_HEADS, DIM)):
@@ -24,15 +30,18 @@ def runs(*spans):
     return torch.tensor([[0, start, count, 0] for start, count in spans])
 
 
-@pytest.mark.parametrize(("window", "softcap", "sinks"), HOW)
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [(None, None, False), (3, None, True), (None, 1.5, False), (1, None, False), (4, 2.0, True)],
+)
 def test_gradients_are_those_of_finite_differences(window, softcap, sinks):
     sinks_H = torch.linspace(-1, 2, 2, dtype=torch.float64).requires_grad_() if sinks else None
     inputs = [*states(9, shape=(2, 1, 4)), *([sinks_H] if sinks else [])]
 
     def attention(query, keys, values, sinks_H=None):
         # A run, padding, a run of one token, a run.
-        how = (5, 0.3, window, softcap, sinks_H)
-        output, _ = exact_attention(query, keys, values, runs((0, 2), (3, 1), (4, 5)), *how)
+        options = (5, 0.3, window, softcap, sinks_H)
+        output, _ = exact_attention(query, keys, values, runs((0, 2), (3, 1), (4, 5)), *options)
         return output
 
     assert torch.autograd.gradcheck(attention, inputs)
@@ -49,14 +58,14 @@ def test_operator_is_what_a_compiler_takes_it_for():
 
 def test_padding_and_neighbours_move_no_bit():
     query, keys, values = (x.detach() for x in states(40, torch.float32))
-    how = (40, 0.3, None, None, None)
-    alone, _ = exact_attention(query[:7], keys[:7], values[:7], runs((0, 7)), *how)
+    options = (40, 0.3, None, None, None)
+    alone, _ = exact_attention(query[:7], keys[:7], values[:7], runs((0, 7)), *options)
     for start in (0, 3, 20):
         moved = []
         for tensor, other in zip((query, keys, values), states(40, torch.float32, 1), strict=True):
             moved.append(other.detach().clone())
             moved[-1][start : start + 7] = tensor[:7]
-        output, _ = exact_attention(*moved, runs((start, 7), (30, 10)), *how)
+        output, _ = exact_attention(*moved, runs((start, 7), (30, 10)), *options)
         assert torch.equal(output[start : start + 7], alone)
         outside = torch.ones(40, dtype=torch.bool)
         outside[start : start + 7] = outside[30:] = False
@@ -167,7 +176,7 @@ def test_gradients_in_16_bit_are_those_of_float32(spans, shape, window, softcap)
     sizes = [(384, n, dim) for n in (heads, kv_heads, kv_heads)]
     states = [torch.randn(size, device="cuda").bfloat16() for size in sizes]
     gradient = torch.randn(sizes[0], device="cuda").bfloat16()
-    how = (dim**-0.5, window, softcap)
+    options = (dim**-0.5, window, softcap)
 
     def gradients(attention, dtype):
         inputs = [x.to(dtype).requires_grad_() for x in states]
@@ -175,15 +184,13 @@ def test_gradients_in_16_bit_are_those_of_float32(spans, shape, window, softcap)
         return [output, *torch.autograd.grad(output, inputs, gradient.to(dtype))]
 
     def ours(*inputs):
-        return exact_attention(*inputs, runs(*runs_of).cuda(), longest, *how, None)[0]
+        return exact_attention(*inputs, runs(*runs_of).cuda(), longest, *options, None)[0]
 
     def plain(*inputs):
-        return plain_attention(*inputs, runs_of, *how)
+        return plain_attention(*inputs, runs_of, *options)
 
-    found, wanted = gradients(ours, torch.bfloat16), gradients(plain, torch.float32)
-    for ours_, exactly, rounded in zip(
-        found, wanted, gradients(plain, torch.bfloat16), strict=True
-    ):
+    cases = (ours, torch.bfloat16), (plain, torch.float32), (plain, torch.bfloat16)
+    for ours_, exactly, rounded in zip(*(gradients(*each) for each in cases), strict=True):
         # The measure of FlashAttention's own tests, which allow twice to three times as much.
         assert (ours_ - exactly).abs().max() <= 2 * (rounded - exactly).abs().max()
 

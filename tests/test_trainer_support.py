@@ -35,17 +35,17 @@ from trainers.adapter.support import check_trainer, check_trl
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_p": 1.5}, r"top_p=1\.5: it must be from 1e-06 to 1\.0"),
-        ({"min_p": -0.1}, r"min_p=-0\.1: it must be from"),
+        ({"top_p": 1.5}, r"top_p=1\.5: must be from 1e-06 to 1\.0"),
+        ({"min_p": -0.1}, r"min_p=-0\.1: must be from"),
         ({"temperature": 0.0}, "the loss divides by it; for greedy decoding set `top_k` to 1"),
         (
             {"max_completion_length": None},
             "max_completion_length=None; set it to the largest number of tokens",
         ),
-        ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: it must be at most"),
-        ({"generation_kwargs": {"stop": [""]}}, "a string of stop_strings='': it must be text"),
-        ({"generation_kwargs": {"stop_strings": 5}}, "stop_strings=5: it must be some strings"),
-        ({"generation_kwargs": {"bad_words_ids": [3]}}, r"bad_words_ids=3: it must be a tuple"),
+        ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: must be at most"),
+        ({"generation_kwargs": {"stop": [""]}}, "string in stop_strings='': must be non-empty"),
+        ({"generation_kwargs": {"stop_strings": 5}}, "stop_strings=5: must be a non-empty list"),
+        ({"generation_kwargs": {"bad_words_ids": [3]}}, r"bad_words_ids=3: must be a tuple"),
         (
             {"generation_kwargs": {"bad_words_ids": [[9, 11]]}},
             r"bad_words_ids: \(9, 11\) has 2 tokens, .* in a reward function",

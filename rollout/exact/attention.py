@@ -47,26 +47,19 @@ def exact_attention(
         `(T, H, D)`, 0 for tokens of no run, and the natural logarithm of each query's sum of
         weights, `(H, T)`, float32, inf for tokens of no run.
     """
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if query_THD.is_cuda:
         from rollout.kernels import paged_attention_triton as kernels  # not there on every CPU
 
-        output, lse_HT = kernels.attend_runs(
-            query_THD,
-            (keys_TKD.contiguous(), values_TKD.contiguous()),
-            runs_N4,
-            longest=longest,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks_H=sinks_H,
-            with_lse=True,
-        )
+        states = (keys_TKD.contiguous(), values_TKD.contiguous())
+        options |= {"longest": longest, "sinks_H": sinks_H, "with_lse": True}
+        output, lse_HT = kernels.attend_runs(query_THD, states, runs_N4, **options)
         assert lse_HT is not None
         return output, lse_HT
     output = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
     for run in _slices(runs_N4):
         query, keys, values = query_THD[run], keys_TKD[run], values_TKD[run]
-        output[run] = _definition(query, keys, values, scale, window, softcap, sinks_H)
+        output[run] = _definition(query, keys, values, sinks_H, **options)
     # The definition's backward asks for no logarithms.
     return output, output.new_full((query_THD.shape[1], len(query_THD)), torch.inf).float()
 
@@ -81,7 +74,8 @@ def _(query_THD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, keys, values, runs, longest, scale, window, softcap, sinks = inputs
     ctx.save_for_backward(query, keys, values, *output, runs, sinks)
-    ctx.longest, ctx.options = longest, (scale, window, softcap)
+    ctx.longest = longest
+    ctx.options = {"scale": scale, "window": window, "softcap": softcap}
 
 
 def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,23 +85,19 @@ def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | 
     length.
     """
     query, keys, values, output, lse_HT, runs_N4, sinks_H = ctx.saved_tensors
-    saved, longest = (query, keys, values, output, lse_HT), ctx.longest
-    scale, window, softcap = ctx.options
-    in_rows = len(runs_N4) * longest == len(query)  # and not packed
+    saved, options = (query, keys, values, output, lse_HT), dict(ctx.options)
+    softcap = options.pop("softcap")
+    in_rows = len(runs_N4) * ctx.longest == len(query)  # and not packed
     if not query.is_cuda or not flash.serves(query, softcap, sinks_H):
         inputs = (query, keys, values, sinks_H)
-        gradients = _by_definition(gradient_THD, inputs, runs_N4, scale, window, softcap)
-    elif in_rows and cudnn.serves(query, window):
+        gradients = _by_definition(gradient_THD, inputs, runs_N4, ctx.options)
+    elif in_rows and cudnn.serves(query, options["window"]):
+        scale = options["scale"]
         gradients = cudnn.backward_rows(gradient_THD, *saved, runs_N4[:, 1], scale=scale)
     else:
-        gradients = flash.backward_packed(
-            gradient_THD.contiguous(),
-            *saved,
-            _bounds(runs_N4, len(query)),
-            longest=longest,
-            scale=scale,
-            window=window,
-        )
+        options |= {"longest": ctx.longest}
+        bounds = _bounds(runs_N4, len(query))
+        gradients = flash.backward_packed(gradient_THD.contiguous(), *saved, bounds, **options)
     sinks = gradients[3] if sinks_H is not None else None
     return (*gradients[:3], None, None, None, None, None, sinks)
 
@@ -116,9 +106,7 @@ def _by_definition(
     gradient_THD: Tensor,
     inputs: tuple[Tensor | None, ...],
     runs_N4: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    options: dict[str, Any],
 ) -> list[Tensor]:
     """Gradients of queries, keys, values, and of sinks where there are any, run by run."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs if tensor is not None]
@@ -127,7 +115,7 @@ def _by_definition(
         with torch.enable_grad():
             query, keys, values = (leaf[run] for leaf in leaves[:3])
             sinks_H = leaves[3] if len(leaves) > 3 else None
-            output = _definition(query, keys, values, scale, window, softcap, sinks_H)
+            output = _definition(query, keys, values, sinks_H, **options)
         parts = torch.autograd.grad(output, leaves, gradient_THD[run])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient += part
@@ -138,27 +126,12 @@ exact_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def _definition(
-    query_THD: Tensor,
-    keys_TKD: Tensor,
-    values_TKD: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+    query_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, sinks_H: Tensor | None, **options: Any
 ) -> Tensor:
     """One run by the function that defines the rollout's attention."""
     positions = torch.arange(len(query_THD), device=query_THD.device)[None]
-    output = attend(
-        query_THD[None],
-        keys_TKD[None],
-        values_TKD[None],
-        positions,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks_H=sinks_H,
-    )
-    return output[0]
+    states = (query_THD[None], keys_TKD[None], values_TKD[None])
+    return attend(*states, positions, sinks_H=sinks_H, **options)[0]
 
 
 def _slices(runs_N4: Tensor) -> list[slice]:

@@ -89,11 +89,7 @@ def _join_activation(graph: Graph, product: Node) -> None:
 
 
 class ExactActivation(nn.Module):
-    """An activation that no compiler looks into.
-
-    Args:
-        plain: The activation.
-    """
+    """An activation that no compiler looks into."""
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
@@ -105,11 +101,7 @@ class ExactActivation(nn.Module):
 
 
 class ExactRMSNorm(nn.Module):
-    """A norm by a kernel of ours, which gives its bits.
-
-    Args:
-        plain: The norm.
-    """
+    """A norm by a kernel of ours, which gives its bits."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -123,11 +115,7 @@ class ExactRMSNorm(nn.Module):
 
 
 def opaque_modules(layers: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Modules to put in the place of those that a compiler would compute otherwise than torch.
-
-    Args:
-        layers: Decoder layers of the twin.
-    """
+    """For parts of decoder layers that a compiler would round otherwise than torch, ours."""
     modules: dict[nn.Module, nn.Module] = {}
     for module in (module for layer in layers for module in layer.modules()):
         plain = getattr(module, "act_fn", None)

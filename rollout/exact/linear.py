@@ -5,7 +5,7 @@ of rows. Where exact mode finds such a layer, trainer and rollout compute it by 
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -76,11 +76,21 @@ def batch_invariant_linear(
     return _batch_invariant_linear(states.to(dtype), weight.to(dtype), bias, library_rows)
 
 
+class BatchInvariantLinear(nn.Linear):
+    """A linear layer that computes by `batch_invariant_linear`."""
+
+    library_rows: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the layer itself would return."""
+        return batch_invariant_linear(input, self.weight, self.bias, self.library_rows)
+
+
 def patch_forwards(base: nn.Module, shapes: InvariantShapes) -> Callable[[], None]:
     """Let the trainer's linear layers of these shapes compute by `batch_invariant_linear`.
 
     Hooks, optimizers and adapters hold on to the trainer's modules, so these stay. Each gets a
-    `forward` of its own, before that of its class.
+    `forward` of its own: a bound method, of which a compiler makes one graph for all layers.
 
     Returns:
         What undoes it; a `forward` that a layer had of its own comes back.
@@ -89,31 +99,19 @@ def patch_forwards(base: nn.Module, shapes: InvariantShapes) -> Callable[[], Non
     for layer in base.modules():
         if type(layer) is nn.Linear and shape_of(layer) in shapes:
             before[layer] = vars(layer).get("forward")
-            vars(layer)["forward"] = partial(_forward, layer, shapes[shape_of(layer)])
+            method: Any = MethodType(BatchInvariantLinear.forward, layer)
+            vars(layer).update(library_rows=shapes[shape_of(layer)], forward=method)
 
     def undo() -> None:
         for layer, forward in before.items():
-            vars(layer).pop("forward", None)
+            for name in ("library_rows", "forward"):
+                vars(layer).pop(name, None)
             if forward is not None:
                 vars(layer)["forward"] = forward
 
     return undo
 
 
-def _forward(layer: nn.Linear, library_rows: int, input: Tensor) -> Tensor:
-    return batch_invariant_linear(input, layer.weight, layer.bias, library_rows)
-
-
 def shape_of(layer: nn.Linear) -> Shape:
     """Outputs and inputs of a layer."""
     return layer.weight.shape[0], layer.weight.shape[1]
-
-
-class BatchInvariantLinear(nn.Linear):
-    """A linear layer of the twin that computes by `batch_invariant_linear`."""
-
-    library_rows: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        """What the layer itself would return."""
-        return batch_invariant_linear(input, self.weight, self.bias, self.library_rows)

@@ -38,11 +38,7 @@ def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> 
 
     It attends by our kernel; positions count from a row's first real token, as they do in a
     rollout; and products go through cuBLASLt, whose rows do not depend on their number, or where
-    they do through ours.
-
-    Args:
-        model: The trainer's model, perhaps with PEFT adapters.
-        shapes: Layers whose products are ours, as `batch_invariant_shapes` found them.
+    they do through ours: those of the shapes that `batch_invariant_shapes` has found.
 
     Returns:
         What undoes it.

@@ -121,59 +121,30 @@ class PagedAttention:
         Those that go on come first. In exact mode all go by ours, and so does each layer whose
         options torch's kernels do not know.
         """
+        from rollout.kernels import paged_attention_triton as kernels  # as above
+
         assert self.segments is not None
+        assert self.runs_N4 is not None
         counts = [len(segment.tokens) for segment in self.segments]
         num_paged = len(counts)
         if not self.exact and flash.serves(query_THD, options["softcap"], options["sinks_H"]):
             num_paged = sum(segment.start > 0 for segment in self.segments)
         first, outputs = sum(counts[:num_paged]), []
         if num_paged:
-            outputs.append(
-                self._attend_pages(cache, query_THD[:first], counts[:num_paged], options)
-            )
+            runs_N4, longest = self.runs_N4[:num_paged], max(counts[:num_paged])
+            paged = {"longest": longest, "page_table_LP": self.page_table_LP, **options}
+            outputs.append(kernels.attend_runs(query_THD[:first], cache, runs_N4, **paged)[0])
         if num_paged < len(counts):
-            fresh, states = counts[num_paged:], (query_THD[first:], new[0][first:], new[1][first:])
-            outputs.append(self._attend_fresh(states, fresh, first, options))
+            query, keys, values = (states[first:] for states in (query_THD, *new))
+            scale, window, counts = options["scale"], options["window"], counts[num_paged:]
+            if len(set(counts)) == 1 and cudnn.serves(query, window):
+                output = cudnn.attend_rows(query, keys, values, len(counts), scale)
+            else:
+                starts_N = self.runs_N4[num_paged:, 1] - first
+                fresh = {"longest": max(counts), "scale": scale, "window": window}
+                output = flash.attend_packed(query, keys, values, starts_N, **fresh)
+            outputs.append(output)
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-    def _attend_pages(
-        self,
-        cache: tuple[Tensor, Tensor],
-        query_THD: Tensor,
-        counts: list[int],
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Attend with the first segments, of `counts` tokens, over their pages."""
-        from rollout.kernels import paged_attention_triton as kernels  # as above
-
-        assert self.runs_N4 is not None
-        runs_N4, longest = self.runs_N4[: len(counts)], max(counts)
-        options = {"longest": longest, "page_table_LP": self.page_table_LP, **options}
-        return kernels.attend_runs(query_THD, cache, runs_N4, **options)[0]
-
-    def _attend_fresh(
-        self,
-        states: tuple[Tensor, Tensor, Tensor],
-        counts: list[int],
-        first: int,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Attend with the last segments, of `counts` tokens from `first` on, over those alone.
-
-        Args:
-            states: Queries, keys and values of these tokens, each `(T, heads, D)`.
-            counts: Tokens of each segment.
-            first: Packed index of the first token.
-            options: Those of the layer.
-        """
-        assert self.runs_N4 is not None
-        scale, window = options["scale"], options["window"]
-        if len(set(counts)) == 1 and cudnn.serves(states[0], window):
-            return cudnn.attend_rows(*states, len(counts), scale)
-        starts_N = self.runs_N4[-len(counts) :, 1] - first
-        return flash.attend_packed(
-            *states, starts_N, longest=max(counts), scale=scale, window=window
-        )
 
 
 class Prefilled(Exception):

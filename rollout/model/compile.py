@@ -17,10 +17,8 @@ _CLOSE: dict[str, Any] = {"emulate_precision_casts": True, "triton.enable_pdl": 
 def compile_layers(base: nn.Module, *, exact: bool = False) -> None:
     """Let each decoder layer of the twin that can be compiled run so, from its next forward on.
 
-    Args:
-        base: The twin's tree, whose attention `number_layers` has numbered.
-        exact: Round as the layers themselves do: what the compiler would compute in another order
-            or by another formula has been replaced, see `replace_modules`.
+    In exact mode `replace_modules` has replaced what a compiler would compute in another order or
+    by another formula. `number_layers` has numbered the attention.
     """
     for layer in compiled_layers(base, exact=exact):
         layer.forward = partial(_run, _compile(type(layer).forward, exact), layer)
@@ -35,11 +33,7 @@ def compiled_layers(base: nn.Module, *, exact: bool) -> list[nn.Module]:
 
 
 def run_uncompiled(base: nn.Module) -> None:
-    """Let decoder layers that were to be compiled, and not in exact mode, run as they are.
-
-    Args:
-        base: The twin's tree.
-    """
+    """Let decoder layers that were to be compiled, and not in exact mode, run as they are."""
     for layer in decoder_layers(base):
         vars(layer).pop("forward", None)
 

@@ -30,15 +30,11 @@ class _Adapter(NamedTuple):
 class ProjectionGroup:
     """Layers of one input; one product computes them where their weights lie together.
 
-    The first layer that is called computes for all, the last one lets the results go.
-
-    Args:
-        layers: Linear layers, or LoRA adapters over such, as they compute alone.
-        shapes: In exact mode, shapes of weights whose products are ours at any number of rows.
-            `None` in close mode, where those of few rows are ours.
+    The first layer that is called computes for all, the last one lets the results go. Shapes are
+    those of exact mode, as in `replace_modules`.
 
     Attributes:
-        layers: The same.
+        layers: Linear layers, or LoRA adapters over such, as they compute alone.
         joined: Whether one product computes them.
         weight: All of their weights, one below the other; `None` where they lie apart.
     """
@@ -147,13 +143,8 @@ class GroupedAdapter(_Grouped, nn.Module):
 def lay_together(groups: Iterable[Sequence[nn.Module]]) -> int:
     """Move the weights of each group into one buffer; parameters, values and names stay.
 
-    To be called before an optimizer or a wrapper has looked at where parameters lie.
-
-    Args:
-        groups: Layers of one input each; see `groups_of`.
-
-    Returns:
-        Groups that were moved. Layers with unequal dtypes or quantised weights are no group.
+    To be called before an optimizer or a wrapper has looked at where parameters lie. Groups of
+    unequal dtypes or devices stay; how many were moved is returned.
     """
     linears = [[_linear(layer) for layer in layers] for layers in groups]
     moved = [each for each in linears if _are_alike(each) and not _lie_together(each)]
@@ -167,11 +158,7 @@ def lay_together(groups: Iterable[Sequence[nn.Module]]) -> int:
 
 
 def groups_of(base: nn.Module) -> Iterator[list[Any]]:
-    """Layers that a model applies to one input, and that may be one product.
-
-    Args:
-        base: The trainer's model, or a copy of it.
-    """
+    """Layers that a model, the trainer's or a clone, applies to one input."""
     for module in base.modules():
         for names in _GROUPS:
             layers = [getattr(module, name, None) for name in names]

@@ -14,12 +14,7 @@ from torch import nn
 from rollout.exact.linear import BatchInvariantLinear, InvariantShapes, shape_of
 from rollout.model.compile import compiled_layers, decoder_layers
 from rollout.model.linear import CastEmbedding, Float32Head, SkinnyLinear
-from rollout.model.projections import (
-    GroupedAdapter,
-    GroupedLinear,
-    ProjectionGroup,
-    groups_of,
-)
+from rollout.model.projections import GroupedAdapter, GroupedLinear, ProjectionGroup, groups_of
 
 Module = TypeVar("Module", bound=nn.Module)
 Replacements = dict[nn.Module, nn.Module]
@@ -27,12 +22,7 @@ Replacements = dict[nn.Module, nn.Module]
 
 @dataclass(frozen=True)
 class Replaced:
-    """Modules of ours that have to look at the weights of each policy version.
-
-    Attributes:
-        groups: Projections that one product may compute.
-        linears: Linear layers that a kernel of ours may compute.
-    """
+    """Modules of ours that depend on the weights of each policy version."""
 
     groups: list[ProjectionGroup]
     linears: list[SkinnyLinear]
@@ -52,15 +42,11 @@ def replace_modules(
     float32_head: bool = False,
     compiled: bool = False,
 ) -> Replaced:
-    """Replace modules of the twin by ours, which are faster or round as the mode demands.
+    """Replace modules of a clone by ours, which are faster or round as the mode demands.
 
-    Args:
-        base: The twin's tree, whose modules are the trainer's classes.
-        shapes: In exact mode, shapes of linear layers whose products are ours. `None` in close
-            mode, where those of few rows are ours.
-        float32_head: The head computes in float32.
-        compiled: Decoder layers are going to be compiled; in exact mode no compiler looks into
-            their norms and activations.
+    In exact mode linear layers of `shapes` are batch-invariant, and where layers are going to be
+    compiled no compiler looks into their norms and activations. In close mode, where `shapes` is
+    `None`, those of few rows run on a kernel of ours.
 
     Returns:
         What to refresh before the twin first runs, and after each change of weights.

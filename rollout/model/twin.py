@@ -184,11 +184,7 @@ class Twin:
                 pass
 
     def use_invariant_shapes(self, shapes: InvariantShapes) -> None:
-        """From now on compute layers of these shapes by our own product.
-
-        Args:
-            shapes: See `batch_invariant_shapes`.
-        """
+        """From now on compute layers of these shapes, of exact mode, by our own product."""
         self._shapes = shapes
         if shapes:
             self._rebuild()

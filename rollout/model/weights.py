@@ -38,7 +38,7 @@ class ShadowWeight:
 
     @property
     def path(self) -> tuple[str, str]:
-        """Where it is in the tree."""
+        """Its place in the tree."""
         return self.name, self.key
 
 
@@ -78,12 +78,9 @@ class Shadow:
         return max(0, self._end - self.arena.num_bytes)
 
     def fill(self, weights: Sequence[ShadowWeight]) -> None:
-        """Give the twin's modules their parameters, with what the trainer's hold now.
+        """Give the twin's modules the weights that have been placed, as the trainer's are now.
 
         Where a source is sharded this is a collective of all ranks that share it.
-
-        Args:
-            weights: Those that have been placed.
         """
         self.arena.grow(self._end)
         filled = set()
@@ -98,9 +95,7 @@ class Shadow:
     def place(self, weights: Sequence[ShadowWeight], groups: Iterable[ProjectionGroup]) -> None:
         """Give each parameter its place, once; those of a group lie together, tied ones are one.
 
-        Args:
-            weights: The same ones each time until `clear`.
-            groups: Layers of the twin whose weights are to lie together.
+        Until `clear` the weights have to be the same each time.
         """
         if self._parameters:
             return

@@ -41,7 +41,7 @@ class Swap:
         num_bytes = config.offload_bytes
         if num_bytes is None:
             num_bytes = _host_bytes() // _HOST_SHARE if self._pinned else 0
-        self._sizes = list(_chunk_sizes(num_bytes, kv_cache.layout.page_bytes))
+        self._sizes = list(chunk_sizes(num_bytes, kv_cache.layout.page_bytes))
         self._ends = list(accumulate(self._sizes))
         self._chunks: list[Tensor] = []
         self._leaving: dict[int, Any] = {}  # page -> when the copy that reads it is done
@@ -105,8 +105,8 @@ class Swap:
         return self._chunks[chunk][index - self._ends[chunk] + self._sizes[chunk]]
 
 
-def _chunk_sizes(num_bytes: int, page_bytes: int) -> Iterator[int]:
-    """Pages of each piece of host memory: torch rounds what it pins up to a power of two bytes."""
+def chunk_sizes(num_bytes: int, page_bytes: int) -> Iterator[int]:
+    """Pages of each chunk of host memory. Torch rounds pinned bytes up to a power of two."""
     while num_bytes >= page_bytes:
         chunk_bytes = 1 << (min(num_bytes, _MOST_BYTES).bit_length() - 1)
         if chunk_bytes < page_bytes:

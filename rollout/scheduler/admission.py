@@ -1,4 +1,4 @@
-"""Gives waiting rows lanes and pages, as long as all rows together are likely to find room."""
+"""Admission: gives waiting rows a lane and pages while the expected growth of all rows fits."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ from rollout.scheduler.waiting import WaitingQueue
 
 @dataclass(frozen=True, eq=False)
 class _Claim:
-    """What admitting a row would take.
+    """What it takes to admit a row.
 
     Attributes:
-        row: The row.
-        key: The prompt by which rows fork, where the row is new.
+        key: Names the prompt, so that later rows can fork from this one. `None` for rows that
+            already generated tokens.
         source_lane: A lane with the same prompt, from which the row forks.
-        pages: The row's pages, in order; `NO_PAGE` where a free one has to be allocated.
-        num_pages: Free pages that it takes now or is expected to need later.
+        pages: The row's pages, in order. `NO_PAGE`: allocate a free page.
+        num_pages: Free pages that the row takes now or is expected to take later.
     """
 
     row: Row
@@ -34,16 +34,10 @@ class _Claim:
 
 
 class Admitter:
-    """Admits rows in the order of the queue, and none before one that does not fit.
+    """Admits rows in the order of the queue, up to the first row that does not fit.
 
-    A row fits when free pages are left for it as it is, and for the growth that is expected of it
-    and of every row in a lane. Alone it always fits.
-
-    Args:
-        lanes: Where rows go.
-        waiting: Where they come from.
-        host_pages: Where the KV of preempted ones lies.
-        page_tokens: Tokens in a page.
+    A row fits if the free pages cover its present tokens, its expected growth, and the expected
+    growth of every row in a lane. A single row always fits.
     """
 
     def __init__(
@@ -55,13 +49,15 @@ class Admitter:
         self._refused_state: tuple[int, ...] = ()
 
     def admit(self, policy_version: int, plan: Plan) -> None:
-        """Admit as many rows as fit."""
-        if not (self._lanes.free and len(self._waiting)) or self._is_still_refused():
+        """Admit as many rows as fit, into `plan`."""
+        if not (self._lanes.free and len(self._waiting)):
+            return
+        if self._waiting.first() is self._refused and self._state() == self._refused_state:
             return
         num_free = self._lanes.pages.num_free - self._lanes.growth()
         while self._lanes.free and len(self._waiting):
             row = self._waiting.first()
-            if row.in_flight:  # the token it goes on from is not known yet
+            if row.in_flight:  # its newest token is not settled yet, and decoding starts from it
                 break
             claim = self._claim(row, policy_version)
             if claim.num_pages > num_free:
@@ -71,16 +67,12 @@ class Admitter:
             self._waiting.pop()
             self._enter(claim, policy_version, plan)
 
-    def _is_still_refused(self) -> bool:
-        """Whether the first row did not fit, and nothing has changed for the better since."""
-        return self._waiting.first() is self._refused and self._state() == self._refused_state
-
     def _state(self) -> tuple[int, ...]:
-        """Counts, one of which rises whenever a row may fit that did not.
+        """Counters: while none of them rises, a refused row still does not fit.
 
-        Rows in lanes only come to need more. So it takes a row that leaves, pages that are added,
-        or a prefix that has become known. The number of free lanes does not do: rows that have
-        overtaken the first one may have taken the lanes of rows that left.
+        Rows in lanes only grow. A refused row can fit only after a row left, pages were added or a
+        prefix was cached. The number of free lanes says too little: a row that overtook the
+        refused one may already have the lane of a row that left.
         """
         pages = self._lanes.pages
         return self._lanes.num_left, pages.num_pages, pages.prefixes.num_entered
@@ -104,28 +96,22 @@ class Admitter:
         return _Claim(row, key, source_lane, pages, num_claimed)
 
     def _known_pages(self, row: Row, source_lane: int | None) -> Ints:
-        """Pages with the beginning of a row: those of a lane with its prompt, or cached ones."""
+        """Pages that already hold the row's prefix: from a lane with its prompt, or cached."""
         if source_lane is not None:
             return self._lanes.page_table[source_lane, : self._num_full(row)]
         keys = page_keys(row.context[:-1], self._page_tokens)
         return np.array(self._lanes.pages.prefixes.match(keys), np.int64)
 
     def _num_full(self, row: Row) -> int:
-        """Pages that a prompt without its last token fills: rows of that prompt share them."""
+        """Full pages of the prompt without its last token. Rows of one prompt share them."""
         return (len(row.request.prompt) - 1) // self._page_tokens
 
     def _growth(self, row: Row, num_pages: int) -> int:
-        """Pages that a row is expected to need besides the `num_pages` that it begins with."""
+        """Pages that a row is expected to need beyond the `num_pages` that it starts with."""
         max_new = row.request.sampling.max_new_tokens
         row.expected_new = min(self._waiting.expected_new(row), max_new)
-        return expected_growth(
-            row.num_tokens - 1,
-            len(row.tokens),
-            max_new,
-            row.expected_new,
-            num_pages,
-            self._page_tokens,
-        )
+        state = row.num_tokens - 1, len(row.tokens), max_new, row.expected_new
+        return expected_growth(*state, num_pages, self._page_tokens)
 
     def _enter(self, claim: _Claim, policy_version: int, plan: Plan) -> None:
         row, pages = claim.row, claim.pages
@@ -148,23 +134,18 @@ class Admitter:
             self._lanes.prefill_queue.enter(lane, claim.key)
 
     def _restore(self, lane: int, row: Row, pages: Ints, is_new: Ints, plan: Plan) -> None:
-        """Copy a row's KV back from the host; the row decodes in the batch after."""
+        """Copy a row's KV back from the host. The row decodes from the next batch on."""
         host_pages, row.host_pages = row.host_pages, []
-        plan.restores += [
-            (host_page, page)
-            for host_page, page, copied in zip(
-                host_pages, pages.tolist(), is_new.tolist(), strict=False
-            )
-            if copied
-        ]
+        pairs = zip(host_pages, pages.tolist(), is_new.tolist(), strict=False)
+        plan.restores += [(host_page, page) for host_page, page, is_copied in pairs if is_copied]
         self._host_pages.restored(host_pages, pages[: len(host_pages)])
         self._lanes.restoring.add(lane)
 
     def _prefill(self, lane: int, row: Row, num_known: int, plan: Plan) -> None:
-        """Compute the KV of all but a row's last token, which its first decode step feeds.
+        """Queue the tokens that need KV, after the first `num_known`, which already have it.
 
-        So prefill needs no logits, no sampling and no download. The first `num_known` tokens have
-        theirs.
+        The last token is left to the first decode step, so prefill needs no logits, no sampling
+        and no download.
         """
         plan.num_shared += num_known
         if num_known == row.num_tokens - 1:
@@ -175,7 +156,7 @@ class Admitter:
         self._lanes.prefill_queue.add(prefill)
 
     def _fork(self, lane: int, source_lane: int, row: Row, plan: Plan) -> None:
-        """Let a row begin with the KV that a lane with its prompt has, or will have."""
+        """Start a row on the KV of a lane with the same prompt, now or when its prefill is done."""
         plan.num_shared += row.num_tokens - 1
         num_full, copies = self._num_full(row), list[tuple[int, int]]()
         if (row.num_tokens - 1) % self._page_tokens:

@@ -1,4 +1,4 @@
-"""What one step runs, and the plan that it is put together in."""
+"""What one step runs (`Batch`), and how the scheduler builds it (`Plan`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,13 +15,7 @@ from rollout.scheduler.token_flags import token_flags
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of one row's prompt tokens to prefill in one step.
-
-    Attributes:
-        lane: The row's lane.
-        start: Position of the first token.
-        tokens: Token ids, `(segment_tokens,)`.
-    """
+    """Consecutive prompt tokens of one row, from position `start` on, to prefill in one step."""
 
     lane: int
     start: int
@@ -30,20 +24,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the rows at hand can need of one decode step.
-
-    Attributes:
-        num_rows: Most rows that decode together.
-        max_context: Longest context, in tokens.
-        draws: Each kind of draw that some of them need.
-    """
+    """Upper bounds for the decode steps of all unfinished rows. `max_context` is in tokens."""
 
     num_rows: int
     max_context: int
     draws: frozenset[Draw]
 
 
-# Fields of 8 bytes come first, so that each field is aligned.
+# Fields of 8 bytes come first, so that every field is aligned.
 ADMITTED_ROW = np.dtype(
     [
         ("token", np.int64),
@@ -54,32 +42,30 @@ ADMITTED_ROW = np.dtype(
         ("temperature", np.float32),
     ]
 )
-"""What the device is told of a row that enters a lane.
+"""State of a row that enters a lane, for the device's arrays.
 
-`token` is the row's last token, which its first decode step feeds, at `position`; `settings` are in
-the order of `SETTINGS`.
+`token`, at `position`, is the row's newest token: the input of its first decode step. `settings`
+are in the order of `SETTINGS`.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What one step runs. It is complete in itself: settling it looks nothing up.
+    """What one step runs. Settling it needs no other state of the time of launch.
 
     Attributes:
         rows: Ids of the rows that decode, `(rows,)`.
-        lanes: The lane of each at launch, `(rows,)`.
-        policy_version: Weights under which it runs.
-        max_context: Longest context among the decoding rows, in tokens, the new token included.
-        admitted: Rows that enter their lanes first, an `ADMITTED_ROW` each, `(admitted,)`.
-        flags: `(entries, 3)` of each admitted row that is penalised: lane, token id, flags.
-        segments: Prompt tokens to prefill before decoding.
-        new_pages: `(pages, 3)`: lane, index in the lane's page table, page id.
-        copies: `(copies, 2)`: page to copy, and where to, between prefill and decode.
-        offloads: `(pages, 2)`: page and host page to copy it to, before anything else.
-        restores: `(pages, 2)`: host page and page to copy it to; only the next batch reads it.
-        num_shared: Prompt tokens of admitted rows whose KV another row has computed.
+        lanes: The lane of each row at launch, `(rows,)`.
+        max_context: Longest context of a decoding row, in tokens, including the new token.
+        admitted: Rows that enter their lanes first, as `ADMITTED_ROW`, `(admitted,)`.
+        flags: One `(entries, 3)` per penalised admitted row: lane, token id, flags.
+        new_pages: `(pages, 3)`: lane, index in its page table, page id.
+        copies: `(copies, 2)`: source page, target page; copied between prefill and decode.
+        offloads: `(pages, 2)`: page, host page; copied to the host before anything else.
+        restores: `(pages, 2)`: host page, page; copied to the device for the next batch.
+        num_shared: Prompt tokens of admitted rows whose KV another row computes or has computed.
         num_preempted: Rows that lost their lane because pages ran out.
-        draw: The most demanding draw of its rows.
+        draw: The most demanding draw of the rows.
     """
 
     rows: Ints
@@ -104,7 +90,7 @@ class Batch:
 
     @property
     def num_attended(self) -> int:
-        """Tokens that those attend to, summed: each to itself, and to all of its row before it."""
+        """Sum over the tokens to prefill of the tokens that each attends to, itself included."""
         sizes = [(segment.start, len(segment.tokens)) for segment in self.segments]
         return sum(size * start + size * (size + 1) // 2 for start, size in sizes)
 
@@ -115,7 +101,7 @@ _NO_ROWS = np.empty(0, ADMITTED_ROW)
 
 @dataclass(eq=False)
 class Plan:
-    """The next batch in the making; the fields are those of `Batch`."""
+    """A batch that the scheduler is building. The fields are those of `Batch`."""
 
     admitted: list[tuple[Any, ...]] = field(default_factory=list)
     flags: list[Ints] = field(default_factory=list)
@@ -129,14 +115,12 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to launch if no row decodes.
-
-        A restored row may be admitted without any copy: all its pages may still be there.
-        """
+        """Whether there is nothing to launch unless a row decodes."""
+        # A preempted row may come back without a copy, if the device still has all its pages.
         return not (self.segments or self.restores or self.offloads or self.admitted)
 
     def admit(self, lane: int, row: Row) -> None:
-        """Let a row enter a lane."""
+        """Tell the device the state of a row that enters a lane."""
         request, sampling = row.request, row.request.sampling
         token = (row.tokens if len(row.tokens) else request.prompt)[-1]
         position, settings = row.num_tokens - 1, request.settings
@@ -148,7 +132,7 @@ class Plan:
     def batch(
         self, rows: Ints, lanes: Ints, max_context: int, draw: Draw, policy_version: int
     ) -> Batch:
-        """The batch, with the rows that decode."""
+        """The finished batch, in which `rows` decode."""
         return Batch(
             rows=rows,
             lanes=lanes,

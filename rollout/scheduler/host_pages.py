@@ -1,4 +1,4 @@
-"""Ids of pages in host memory, and which pages on the device they are copies of."""
+"""Page ids in host memory, and which page on the device each is a copy of."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Offload:
     """Where the host keeps a row's pages.
 
     Attributes:
-        host_pages: One for each of the row's pages, in order.
-        copies: `(page, host page)` of those that the host has yet to copy.
+        host_pages: One per page of the row, in order.
+        copies: `(page, host page)` still to be copied; other rows have copied the rest.
     """
 
     host_pages: list[int]
@@ -27,12 +27,8 @@ class Offload:
 class HostPages:
     """Hands out host pages to preempted rows.
 
-    A page that several rows share is copied once, and restored once: as long as a row uses it on
-    the device, or it is cached as a known prefix, the others need no copy.
-
-    Args:
-        num_pages: Host pages that there are.
-        pages: Pages on the device.
+    A page that several rows share is copied to the host once and back once. Nothing is copied back
+    while the device still has the contents, in use or cached as a prefix.
     """
 
     def __init__(self, num_pages: int, pages: PageAllocator) -> None:
@@ -44,7 +40,7 @@ class HostPages:
 
     @property
     def num_used(self) -> int:
-        """Host pages that rows have."""
+        """Host pages in use by rows."""
         return len(self._ref_counts) - len(self._free)
 
     def offload(self, pages: Ints) -> Offload | None:
@@ -61,13 +57,13 @@ class HostPages:
         return Offload(host_pages, [(use.page, self._copy_of[use]) for use in missing])
 
     def originals(self, host_pages: list[int]) -> Ints:
-        """The page on the device that still has the contents of each host page, or `NO_PAGE`."""
+        """For each host page, the page on the device with the same contents, or `NO_PAGE`."""
         uses = [self._original[host_page] for host_page in host_pages]
         pages = [use.page if self._pages.is_current(use) else NO_PAGE for use in uses]
         return np.array(pages, np.int64)
 
     def restored(self, host_pages: list[int], pages: Ints) -> None:
-        """A row has `pages` on the device with the contents of its host pages, and frees those."""
+        """Free a row's host pages, whose contents are in `pages` on the device again."""
         for host_page, page in zip(host_pages, pages.tolist(), strict=True):
             del self._copy_of[self._original[host_page]]
             use = self._original[host_page] = self._pages.use(page)
@@ -83,7 +79,7 @@ class HostPages:
                 self._free.append(host_page)
 
     def check(self, host_pages: list[int]) -> None:
-        """Assert that these host pages, once for each row that has them, are all that is in use."""
+        """Assert that exactly these host pages are in use, listed once per row that uses them."""
         ref_counts = np.bincount(np.array(host_pages, np.int64), minlength=len(self._ref_counts))
         assert np.array_equal(ref_counts, self._ref_counts), "a host page leaked or is shared"
         assert sorted(self._free) == list(np.flatnonzero(ref_counts == 0))

@@ -1,4 +1,4 @@
-"""What the host knows of each lane, in arrays that are updated for all rows at once."""
+"""The host's state of each lane, in arrays that are updated for all rows at once."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,31 +15,26 @@ from rollout.stop_strings import StopStrings
 
 NO_ROW = NO_TOKEN = -1
 
-# To count on more leaves pages free that most rows never need, while others wait for them; a
-# preemption costs less than that. `tests/test_order.py` simulates it.
+# Without a known length, admission reserves 1/16 of what a row may still generate. Reserving more
+# makes rows wait for pages that most rows never use, which costs more than the preemptions it
+# avoids: see the simulation in tests/test_order.py.
 UNKNOWN_PART = 16
 
 Number = TypeVar("Number", int, Ints)
 
 
 class Ended(NamedTuple):
-    """Lanes whose rows end with the token that was settled."""
+    """Lanes whose rows end with the token just settled."""
 
     by_stop: Ints
     by_length: Ints
 
 
 class LaneTable:
-    """Rows in lanes, and their pages and prompts.
+    """The rows in lanes, their pages and their prompts.
 
-    Arrays are by lane, `(lanes,)`; a free lane holds zeros and `NO_ROW`.
-
-    Args:
-        config: `max_rows` lanes, `page_tokens`.
-        max_row_pages: Pages of the longest row: the width of a page table.
-
-    Attributes:
-        num_left: Rows that have left a lane so far.
+    Arrays are indexed by lane, `(lanes,)`. A free lane has zeros and `NO_ROW`. The page tables are
+    `(lanes, max_row_pages)`. `num_left` counts the rows that have left a lane so far.
     """
 
     def __init__(self, config: EngineConfig, max_row_pages: int) -> None:
@@ -62,25 +57,25 @@ class LaneTable:
         self._draw = np.full(num_lanes, Draw.PLAIN, np.int64)
         self.page_table = np.zeros((num_lanes, max_row_pages), np.int64)
         self._eos = np.full((1, num_lanes), NO_TOKEN, np.int64)
-        self._stops: dict[StopStrings, NDArray[np.bool_]] = {}  # which lanes have them
+        self._stops: dict[StopStrings, NDArray[np.bool_]] = {}  # the lanes that use each, (lanes,)
         self._log = TokenLog(num_lanes, config.num_scores)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def running(self) -> Ints:
-        """Lanes that can decode next."""
+        """Lanes that can decode in the next batch."""
         has_page = self.position < self.num_pages * self._page_tokens
         return (self._unfinished() & has_page).nonzero()[0]
 
     def growing(self) -> Ints:
-        """Lanes that could if they had one page more."""
-        has_none = self.position >= self.num_pages * self._page_tokens
-        return (self._unfinished() & has_none).nonzero()[0]
+        """Lanes that need one more page before they can decode."""
+        lacks_page = self.position >= self.num_pages * self._page_tokens
+        return (self._unfinished() & lacks_page).nonzero()[0]
 
     def _unfinished(self) -> NDArray[np.bool_]:
-        # ORDER: a row with `max_new_tokens` launched is not launched again; only EOS and
-        # stop strings overrun
+        # ORDER: a row is launched at most `max_new_tokens` times, so only EOS and stop strings
+        # overrun
         return self.ready & (self.num_launched < self.max_new)
 
     def draw(self, lanes: Ints) -> Draw:
@@ -90,7 +85,7 @@ class LaneTable:
         return Draw(int(self._draw[lanes].max(initial=Draw.PLAIN)))
 
     def growth(self) -> int:
-        """Pages that the rows in lanes are expected to need besides those that they have."""
+        """Pages that the rows in lanes are expected to need beyond their present ones."""
         state = self.position, self.num_launched, self.max_new, self.expected_new
         return int(expected_growth(*state, self.num_pages, self._page_tokens).sum())
 
@@ -99,7 +94,7 @@ class LaneTable:
         return int(np.where(self.row == NO_ROW, -1, self.age).argmax())
 
     def enter(self, row: Row) -> int:
-        """Give a row a free lane. It has no page yet, and is not ready."""
+        """Put a row into a free lane and return the lane. It has no page and is not ready yet."""
         lane, sampling = self.free.pop(), row.request.sampling
         self.rows[lane] = row
         self.row[lane], self.age[lane] = row.id, row.age
@@ -119,14 +114,14 @@ class LaneTable:
     def leave(self, lane: int) -> Row:
         """Take a row out of its lane, with its tokens, and free its pages.
 
-        A batch in flight may still run it, and write into its pages.
+        A batch in flight may still run the row and write into its pages.
         """
         row = self.rows.pop(lane)
         self.num_left += 1
         row.num_launched = int(self.num_launched[lane])
         self._log.leave(lane, self.num_settled[lane], row)
-        # ORDER: lanes and pages are touched on the compute stream alone, or behind it, so whatever
-        # reuses them is launched behind the batch in flight
+        # ORDER: lanes and pages are only used on the compute stream or after it, so their next use
+        # comes after the batch in flight
         self.prefill_queue.leave(lane)
         self.pages.free(self.pages_of(lane))
         self.free.append(lane)
@@ -135,15 +130,19 @@ class LaneTable:
         for array in (self.position, self.num_launched, self.num_settled, self.max_new, self._draw):
             array[lane] = 0
         self.expected_new[lane] = self.num_pages[lane] = 0
-        self._forget_stops(lane, row)
+        stop = row.request.sampling.stop_strings
+        if stop is not None:
+            self._stops[stop][lane] = False
+            if not self._stops[stop].any():
+                del self._stops[stop]
         return row
 
     def pages_of(self, lane: int) -> Ints:
-        """The pages of a lane's row, in order."""
+        """The pages of a lane's row, in order: a view."""
         return self.page_table[lane, : self.num_pages[lane]]
 
     def take_pages(self, lane: int, pages: Ints) -> Ints:
-        """Put pages into a lane's empty page table. Returns `(pages, 3)`, as in `Batch`."""
+        """Fill a lane's empty page table. Returns `Batch.new_pages` for it, `(pages, 3)`."""
         count = self.num_pages[lane] = len(pages)
         self.page_table[lane, :count] = pages
         table = np.empty((count, 3), np.int64)
@@ -151,14 +150,14 @@ class LaneTable:
         return table
 
     def take_page(self, lanes: Ints) -> Ints:
-        """Give each of `lanes` one page more. Returns `(pages, 3)`, as in `Batch`."""
+        """Give each of `lanes` one more page. Returns `Batch.new_pages` for it, `(pages, 3)`."""
         pages, index = self.pages.allocate(len(lanes)), self.num_pages[lanes]
         self.page_table[lanes, index] = pages
         self.num_pages[lanes] += 1
         return np.stack([lanes, index, pages], axis=1)
 
     def settle(self, lanes: Ints, tokens: Ints, scores: Floats, policy_version: int) -> Ended:
-        """Record each lane's token; the lanes whose rows end with it."""
+        """Record each lane's token and return the lanes whose rows end with it."""
         settled = self.num_settled[lanes]
         self._log.record(lanes, settled, tokens, scores, policy_version)
         self.num_settled[lanes] = settled + 1
@@ -167,36 +166,29 @@ class LaneTable:
             stop[self._ended_by_text(lanes, tokens)] = True
         return Ended(lanes[stop], lanes[~stop & (settled + 1 == self.max_new[lanes])])
 
-    def _forget_stops(self, lane: int, row: Row) -> None:
-        stop = row.request.sampling.stop_strings
-        if stop is not None:
-            self._stops[stop][lane] = False
-            if not self._stops[stop].any():
-                del self._stops[stop]
-
     def _ended_by_text(self, lanes: Ints, tokens: Ints) -> list[int]:
-        """Places in `lanes` of those whose row the token ends, which is recorded."""
+        """Indices into `lanes` of rows whose newest token, already recorded, completes a string."""
         ended = []
-        for stop, has in self._stops.items():
-            for index in (has[lanes] & stop.may_end(tokens)).nonzero()[0].tolist():
+        for stop, uses in self._stops.items():
+            for index in (uses[lanes] & stop.may_end(tokens)).nonzero()[0].tolist():
                 lane = lanes[index]
                 if self.rows[lane].ends_with_text(self._log.tokens(lane, self.num_settled[lane])):
                     ended.append(index)
         return ended
 
     def enter_prefixes(self, lane: int, policy_version: int) -> None:
-        """Let later rows find the pages that a row's tokens fill wholly."""
+        """Let later rows share this row's full pages."""
         row = self.rows[lane]
         if row.policy_version == policy_version:
-            # ORDER: a page is entered only with tokens whose KV is written, or queued to be; that
-            # of the last sampled token is not
+            # ORDER: only pages whose KV is written or queued may be shared; the newest token has
+            # no KV yet
             tokens = self._log.tokens(lane, self.num_settled[lane])
             written = np.concatenate([row.request.prompt, tokens])[:-1]
             keys = page_keys(written, self._page_tokens)
             self.pages.prefixes.add(keys, self.pages_of(lane).tolist())
 
     def check(self) -> None:
-        """Assert what always holds between steps: every page and every lane has one owner."""
+        """Assert that pages and lanes are consistent. Valid between steps."""
         self.pages.check(np.concatenate([self.pages_of(lane) for lane in range(len(self.row))]))
         assert sorted(self.free) == list(np.flatnonzero(self.row == NO_ROW))
         assert sorted(self.rows) == list(np.flatnonzero(self.row != NO_ROW))
@@ -210,18 +202,11 @@ def expected_growth(
     num_pages: Number,
     page_tokens: int,
 ) -> Number:
-    """Pages that a row, or each of many, is expected to need besides those it has.
+    """Pages that a row, or each of an array of rows, is expected to need beyond its present ones.
 
-    A row goes on to the length that is expected of it; where none is, or it is past that, for a
-    `UNKNOWN_PART`th of what it still may.
-
-    Args:
-        position: Tokens that have KV.
-        launched: Tokens generated.
-        max_new: Most tokens to generate.
-        expected_new: Tokens that it is expected to generate, or 0.
-        num_pages: Pages that it has.
-        page_tokens: Tokens in a page.
+    A row is expected to reach `expected_new` tokens. If that is 0 (unknown) or already passed, it
+    is expected to generate `1 / UNKNOWN_PART` of the tokens that it still may. `position` counts
+    tokens with KV, `launched` generated tokens, in flight included.
 
     Example:
         >>> expected_growth(7, 0, 64, 0, 2, 4), expected_growth(7, 0, 64, 12, 2, 4)
@@ -237,11 +222,9 @@ _NO_VERSION = -1
 
 
 class TokenLog:
-    """Arrays by position, then lane, so that what one step writes lies together.
+    """Tokens, scores and policy versions of the rows in lanes, without their prompts.
 
-    Args:
-        num_lanes: Lanes.
-        num_scores: Numbers that come with each token.
+    Arrays are indexed by position, then lane, so that one step writes to adjacent memory.
     """
 
     def __init__(self, num_lanes: int, num_scores: int) -> None:
@@ -251,7 +234,7 @@ class TokenLog:
         self._versions: dict[int, list[tuple[int, int]]] = {}
 
     def enter(self, lane: int, row: Row) -> None:
-        """Go on with a row, and be able to hold all that it may generate."""
+        """Take over a row's tokens and make room for all that it may generate."""
         most, count = row.request.sampling.max_new_tokens, len(row.tokens)
         self._tokens = extend(self._tokens, most, 0)
         self._scores = extend(self._scores, most, 0)
@@ -263,7 +246,7 @@ class TokenLog:
     def record(
         self, lanes: Ints, index: Ints, tokens: Ints, scores: Floats, policy_version: int
     ) -> None:
-        """Write each lane's token number `index`, and its scores `(lanes, num_scores)`."""
+        """Write each lane's token number `index` and its scores, `(lanes, num_scores)`."""
         self._tokens[index, lanes] = tokens
         self._scores[index, lanes] = scores
         changed = self._version[lanes] != policy_version
@@ -273,20 +256,20 @@ class TokenLog:
                 self._versions[lane].append((policy_version, first))
 
     def tokens(self, lane: int, count: int) -> Ints:
-        """The first `count` tokens of a lane."""
+        """The first `count` tokens of a lane: a view."""
         return self._tokens[:count, lane]
 
     def leave(self, lane: int, count: int, row: Row) -> None:
-        """Hand a lane's `count` tokens, and what comes with them, to its row."""
+        """Copy a lane's first `count` tokens, their scores and versions to its row."""
         row.tokens = self._tokens[:count, lane].copy()
         row.scores = self._scores[:count, lane].copy()
         row.versions = self._versions.pop(lane)
 
 
 def extend(array: NDArray[Any], length: int, fill: int) -> NDArray[Any]:
-    """`array` with at least `length` rows, the new ones holding `fill`.
+    """`array` with at least `length` entries along axis 0; new entries are `fill`.
 
-    Rows at least double, so that rollouts of ever longer limits cost no copy each.
+    The length at least doubles, so that slowly rising limits do not cost a copy each time.
     """
     if length <= len(array):
         return array

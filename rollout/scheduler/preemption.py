@@ -1,4 +1,4 @@
-"""Takes the lanes of the youngest rows when older ones find no page, and saves their KV."""
+"""Preemption: if pages run out, the youngest rows give up their lanes to older ones."""
 
 import numpy as np
 
@@ -11,17 +11,11 @@ from rollout.scheduler.waiting import WaitingQueue
 
 
 class Preemption:
-    """Preempted rows wait in front of all others, and go on where they were.
+    """Preempts rows. They wait in front of all others and continue where they stopped.
 
-    The KV of such a row is offloaded to the host; where that has no room, or the row's prompt was
-    not yet prefilled, it is computed again. The oldest row is never preempted, and one row alone
-    always has room, so every row becomes the oldest or ends before.
-
-    Args:
-        lanes: Where rows run.
-        waiting: Where they wait.
-        host_pages: Where their KV is offloaded to.
-        page_tokens: Tokens in a page.
+    A row's KV is offloaded to the host. If the host has no room, or the prompt was not yet
+    prefilled, the KV is recomputed later. Every row finishes: the oldest row is never preempted,
+    and one row alone always fits.
     """
 
     def __init__(
@@ -31,16 +25,15 @@ class Preemption:
         self._page_tokens = page_tokens
 
     def make_room(self, growing: Ints, policy_version: int, plan: Plan) -> Ints:
-        """Preempt rows until the older ones among `growing` lanes can have a page each.
+        """Preempt young rows to give the older of the `growing` lanes a page each.
 
-        Returns:
-            Those lanes. A row that finds no page though it is the youngest keeps its lane, and
-            waits there for one.
+        Returns the lanes that can have one. If a row finds no page and is the youngest of all, it
+        keeps its lane and waits.
         """
         served = list[int]()
         for lane in growing[np.argsort(self._lanes.age[growing])].tolist():
             if lane not in self._lanes.rows:
-                break  # preempted below, as are all after it
+                break  # this lane was preempted below, and so were all younger ones
             while len(served) >= self._lanes.pages.num_free:
                 youngest = self._lanes.youngest()
                 if youngest == lane:
@@ -50,7 +43,7 @@ class Preemption:
         return np.array(served, np.int64)
 
     def recompute(self) -> None:
-        """Preempt every row, and let its KV be computed again."""
+        """Preempt every row and discard its KV, so that it is computed again."""
         for row in self._waiting:
             self._host_pages.free(row.host_pages)
             row.host_pages = []
@@ -63,11 +56,11 @@ class Preemption:
         if self._lanes.prefill_queue.is_ready(lane):
             self._lanes.enter_prefixes(lane, policy_version)
             num_pages = pages_for(int(self._lanes.position[lane]), self._page_tokens)
-            # ORDER: a token in flight writes its KV before anything is copied off the device
+            # ORDER: the batch in flight writes its KV before the offload copies it
             offload = self._host_pages.offload(self._lanes.pages_of(lane)[:num_pages])
         row = self._lanes.leave(lane)
         if offload is not None:
             row.host_pages = offload.host_pages
-            # The last pages are handed out first, so their next rows wait for few copies.
+            # The last pages are reallocated first, so copy them first.
             plan.offloads += reversed(offload.copies)
         self._waiting.put_back(row)

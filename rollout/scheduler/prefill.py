@@ -1,4 +1,4 @@
-"""Which lanes have prompt tokens to prefill, in order, and which wait to be forked from them."""
+"""The prefill queue: lanes with prompt tokens to prefill, and the forks that wait for them."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -7,16 +7,14 @@ from rollout.request import Ints
 from rollout.scheduler.batch import Segment
 
 PromptKey = tuple[int, bytes]
-"""Policy version, and the prompt without its last token: rows with the same key share KV."""
+"""Policy version and prompt without its last token. Rows with the same key share KV."""
 
 
 @dataclass(eq=False)
 class Fork:
     """A lane that waits for the prefill of another lane with the same prompt.
 
-    Attributes:
-        lane: The lane that waits.
-        copies: Pages to copy when the prefill is done: `(source, target)`.
+    `copies` are the pages to copy when that prefill is done: `(source, target)`.
     """
 
     lane: int
@@ -25,14 +23,12 @@ class Fork:
 
 @dataclass(eq=False)
 class Prefill:
-    """Tokens of one lane whose KV is still to be computed.
+    """Tokens of one lane that need KV.
 
     Attributes:
-        lane: The lane.
-        tokens: All its tokens but the last, which its first decode step feeds.
+        tokens: All tokens of the row except the last, which the first decode step computes.
         start: Position of the next token to compute.
-        num_shared: Forks share the pages that hold so many tokens.
-        forks: Lanes that wait for it.
+        num_shared: Tokens in the full pages that forks share.
     """
 
     lane: int
@@ -43,11 +39,11 @@ class Prefill:
 
 
 class PrefillQueue:
-    """Prompts of the rows in lanes, and how far the KV of each is computed."""
+    """The prompts of the rows in lanes and the state of their prefill."""
 
     def __init__(self) -> None:
         self._queue: deque[Prefill] = deque()
-        self._prefill_of: dict[int, Prefill] = {}  # by lane: the prefill that makes it ready
+        self._prefill_of: dict[int, Prefill] = {}  # lane -> the prefill that it waits for
         self._lanes_of: dict[PromptKey, list[int]] = {}
         self._key_of: dict[int, PromptKey] = {}
 
@@ -55,15 +51,15 @@ class PrefillQueue:
         return len(self._queue)
 
     def lane_with(self, key: PromptKey) -> int | None:
-        """A lane with that prompt."""
+        """A lane with this prompt, if there is one."""
         return next(iter(self._lanes_of.get(key, ())), None)
 
     def key_of(self, lane: int) -> PromptKey | None:
-        """The prompt by which later rows may fork from a lane."""
+        """The prompt key of a lane that later rows can fork from."""
         return self._key_of.get(lane)
 
     def is_ready(self, lane: int) -> bool:
-        """Whether the KV of a lane's prompt is written, or queued to be."""
+        """Whether the KV of a lane's prompt is written or queued."""
         return lane not in self._prefill_of
 
     def enter(self, lane: int, key: PromptKey) -> None:
@@ -72,17 +68,17 @@ class PrefillQueue:
         self._key_of[lane] = key
 
     def add(self, prefill: Prefill) -> None:
-        """Queue a lane's tokens."""
+        """Queue a prefill."""
         self._queue.append(prefill)
         self._prefill_of[prefill.lane] = prefill
 
     def add_fork(self, source_lane: int, fork: Fork) -> None:
-        """Let a lane wait for the same prefill as `source_lane`."""
+        """Let the fork's lane wait for the same prefill as `source_lane`."""
         prefill = self._prefill_of[fork.lane] = self._prefill_of[source_lane]
         prefill.forks.append(fork)
 
     def leave(self, lane: int) -> None:
-        """A row has left its lane: it is forked no more, and waits for no prefill."""
+        """Forget a lane that its row has left. A fork takes over its unfinished prefill."""
         key = self._key_of.pop(lane, None)
         if key is not None:
             self._lanes_of[key].remove(lane)
@@ -94,16 +90,12 @@ class PrefillQueue:
         if prefill.lane != lane:
             prefill.forks = [fork for fork in prefill.forks if fork.lane != lane]
         elif prefill.forks:
-            self._hand_on(prefill)
+            self._hand_to_fork(prefill)
         else:
             self._queue.remove(prefill)
 
     def take(self, budget: int) -> tuple[list[Segment], list[Prefill]]:
-        """Take `budget` tokens at most, the oldest row's first.
-
-        Returns:
-            The tokens to run now, and the prefills that end with them.
-        """
+        """Take up to `budget` tokens, first come first served, and the prefills that they end."""
         segments, ended = list[Segment](), list[Prefill]()
         while self._queue and budget > 0:
             head = self._queue[0]
@@ -117,13 +109,10 @@ class PrefillQueue:
                     del self._prefill_of[lane]
         return segments, ended
 
-    def _hand_on(self, prefill: Prefill) -> None:
-        """Let the first fork go on with a prefill whose lane was given up.
-
-        What is in shared pages is there; what lay in the lane's last page is computed again.
-        """
+    def _hand_to_fork(self, prefill: Prefill) -> None:
         first, *forks = prefill.forks
         prefill.lane = first.lane
+        # The full pages are shared. The tokens in the old lane's last page are computed again.
         prefill.start = min(prefill.start, prefill.num_shared)
         for fork in forks:
             pairs = zip(first.copies, fork.copies, strict=True)

@@ -1,4 +1,4 @@
-"""One row: what was asked, and, while it has no lane, what it has so far."""
+"""Row: a request, and its tokens while it has no lane."""
 
 from dataclasses import dataclass, field
 
@@ -13,19 +13,17 @@ _NO_SCORES = np.empty((0, 1), np.float32)
 
 @dataclass(eq=False)
 class Row:
-    """One row. What it has so far is kept here only while it has no lane.
+    """A row. While it has a lane, its tokens, scores and versions are in the lane's `TokenLog`.
 
     Attributes:
-        id: What `submit` returned.
-        request: What was asked.
-        expected_new: Tokens that it is expected to generate; 0 where nothing is known.
-        age: How many rows had been admitted before it first was.
-        tokens: Tokens generated and settled, `(tokens,)`.
+        expected_new: Expected number of generated tokens; 0 if unknown.
+        age: Rows that were admitted before this one was first admitted.
+        tokens: Settled generated tokens, `(tokens,)`.
         scores: Their scores, `(tokens, num_scores)`.
-        versions: Each policy version that generated some of them, and the index of its first.
-        num_launched: Tokens settled or in flight.
-        policy_version: Weights under which its prompt was admitted; its KV is no older.
-        host_pages: Host pages that hold its KV; none where it is to be computed, or again.
+        versions: `(policy version, index of its first token)`, in order.
+        num_launched: Generated tokens, settled or in flight.
+        policy_version: Version at the admission that computed its KV, which is no older.
+        host_pages: Host pages with its KV; empty if the KV must be computed.
     """
 
     id: int
@@ -41,26 +39,26 @@ class Row:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a token of it is still to be settled."""
+        """Whether one of its tokens is not settled yet."""
         return self.num_launched > len(self.tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its prompt and settled ones. The last has no KV yet."""
+        """Prompt tokens and settled tokens. The last one has no KV yet."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
     def context(self) -> Ints:
-        """Its prompt, and what it has generated."""
+        """The prompt followed by the settled tokens."""
         return np.concatenate([self.request.prompt, self.tokens])
 
     def ends_with_text(self, tokens: Ints) -> bool:
-        """Whether the last of the tokens that it has generated completes a stop string."""
-        stop, least = self.request.sampling.stop_strings, self.request.sampling.min_new_tokens
-        return stop is not None and len(tokens) >= least and stop.ends(tokens)
+        """Whether the last of the generated `tokens` completes a stop string."""
+        stop, min_tokens = self.request.sampling.stop_strings, self.request.sampling.min_new_tokens
+        return stop is not None and len(tokens) >= min_tokens and stop.ends(tokens)
 
     def settle(self, token: int, scores: Floats, policy_version: int) -> FinishReason | None:
-        """Record the token that was in flight when the row lost its lane; why that ends it."""
+        """Record the token in flight at preemption. Returns why it ends the row, if it does."""
         if not self.versions or self.versions[-1][0] != policy_version:
             self.versions.append((policy_version, len(self.tokens)))
         self.tokens = np.append(self.tokens, token)
@@ -71,7 +69,7 @@ class Row:
         return FinishReason.LENGTH if len(self.tokens) == sampling.max_new_tokens else None
 
     def completed(self, reason: FinishReason, *, entropies: bool, kept_mass: bool) -> Completion:
-        """What it became."""
+        """The completion of this row, which has no lane any more."""
         ends = [*(first for _, first in self.versions[1:]), len(self.tokens)]
         spans = [(v, end - first) for (v, first), end in zip(self.versions, ends, strict=True)]
         scores = self.scores.T.tolist()

@@ -1,33 +1,24 @@
-"""Per-token flags and counts that penalties and suppression read.
+"""Per-token flags and counts for penalties and suppression.
 
-One integer stands for a token of the vocabulary in a row: three flags in its lowest bits, and above
-them how often the row has generated the token.
+One integer per row and token of the vocabulary: three flags in the lowest bits, and above them the
+number of times that the row has generated the token.
 """
 
 import numpy as np
 
 from rollout.request import Ints, Request
 
-SEEN = 1
-"""The token is in the prompt or in the completion."""
-SUPPRESSED = 2
-"""The token is never drawn."""
-EOS = 4
-"""The token ends the row; it is not drawn before `min_new_tokens` are."""
-COUNT_UNIT = 8
-"""What each time that the row generates the token adds."""
+SEEN = 1  # the token is in the prompt or the completion
+SUPPRESSED = 2  # the token is never drawn
+EOS = 4  # the token ends the row; it is not drawn before the row has `min_new_tokens`
+COUNT_UNIT = 8  # added each time that the row generates the token
 
 
 def token_flags(lane: int, request: Request, tokens: Ints) -> Ints:
-    """The flags of a row that enters a lane, of all tokens that have any.
-
-    Args:
-        lane: The lane.
-        request: The row's request.
-        tokens: Tokens generated so far, `(tokens,)`.
+    """Nonzero flags of a row that enters a lane and has generated `tokens`, `(tokens,)`.
 
     Returns:
-        `(entries, 3)`: lane, token id, flags; each token id once.
+        `(entries, 3)`: lane, token id, flags. Each token id occurs once.
 
     Example:
         >>> from rollout.sampling_params import SamplingParams

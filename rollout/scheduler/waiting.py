@@ -1,4 +1,4 @@
-"""Which row is given a lane next: preempted ones, then whole groups, expected-longest first."""
+"""Which row gets a lane next: preempted rows first, then groups, the longest expected first."""
 
 from bisect import insort
 from collections import OrderedDict, deque
@@ -13,56 +13,47 @@ import numpy as np
 from rollout.request import Ints
 from rollout.scheduler.row import NO_AGE, Row
 
-# Prompts whose lengths are remembered, and completions that a prompt's mean goes back to.
-_PROMPTS = 65_536
-_COMPLETIONS = 16
+_MAX_PROMPTS = 65_536
+_MEAN_OVER = 16  # completions
 
 
 class Lengths:
-    """Mean length of the completions of each prompt, of the prompts that were seen last.
+    """Moving mean of each prompt's completion lengths, for the `capacity` most recent prompts."""
 
-    Args:
-        capacity: Prompts that are remembered.
-    """
-
-    def __init__(self, capacity: int = _PROMPTS) -> None:
+    def __init__(self, capacity: int = _MAX_PROMPTS) -> None:
         self._capacity = capacity
         self._means: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def note(self, prompt: bytes, num_tokens: int) -> None:
-        """A completion of the prompt had `num_tokens` tokens."""
+        """Record that a completion of the prompt had `num_tokens` tokens."""
         count, mean = self._means.pop(prompt, (0, 0.0))
-        count = min(count + 1, _COMPLETIONS)
+        count = min(count + 1, _MEAN_OVER)
         self._means[prompt] = count, mean + (num_tokens - mean) / count
         if len(self._means) > self._capacity:
             self._means.popitem(last=False)
 
     def expected(self, prompt: bytes) -> float | None:
-        """Mean length of the prompt's last completions; `None` if there were none."""
+        """Mean length of the prompt's completions, in tokens; `None` if unknown."""
         _, mean = self._means.get(prompt, (0, None))
         return mean
 
 
 def digest(prompt: Sequence[int] | Ints) -> bytes:
-    """What a prompt's lengths are remembered by.
-
-    Args:
-        prompt: Token ids.
-    """
+    """The key of a prompt, given as token ids, in `Lengths`."""
     return blake2b(np.asarray(prompt, np.int64).tobytes(), digest_size=16).digest()
 
 
 class _Priority(NamedTuple):
-    """Orders groups: the least goes first."""
+    """Orders groups: the smallest goes first."""
 
-    is_known: bool  # an unknown length may be the longest of all
+    is_known: bool  # unknown goes first, because it may be the longest of all
     minus_expected: float
     serial: int
 
 
 @dataclass(eq=False)
 class _Group:
-    """Waiting rows of one prompt that were submitted together."""
+    """The waiting rows of one prompt that were submitted together."""
 
     prompt: bytes
     serial: int
@@ -75,18 +66,14 @@ class _Group:
 
 
 class WaitingQueue:
-    """Rows without a lane.
-
-    Args:
-        lengths: Lengths of earlier completions. They outlive the queue.
-    """
+    """The rows without a lane."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
         self._preempted: list[Row] = []  # oldest first
-        self._groups: dict[int, _Group] = {}  # by serial, those with a waiting row
-        self._heap: list[_Priority] = []  # stale entries of groups that have moved or gone remain
-        self._group_of: dict[int, _Group] = {}  # by row id, of rows in lanes too
+        self._groups: dict[int, _Group] = {}  # serial -> group, if it has a waiting row
+        self._heap: list[_Priority] = []  # may contain stale entries
+        self._group_of: dict[int, _Group] = {}  # row id -> group, for rows in lanes, too
         self._num_new = self._num_admitted = self._num_groups = 0
 
     def __len__(self) -> int:
@@ -98,7 +85,7 @@ class WaitingQueue:
             yield from group.rows
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Queue rows that were submitted together."""
+        """Queue rows submitted together."""
         groups: dict[bytes, _Group] = {}
         for row in rows:
             prompt = digest(row.request.prompt)
@@ -113,11 +100,11 @@ class WaitingQueue:
             heappush(self._heap, group.priority)
 
     def first(self) -> Row:
-        """The row that is next."""
+        """The row that gets the next lane."""
         return self._preempted[0] if self._preempted else self._first_group().rows[0]
 
     def pop(self) -> Row:
-        """Take the first row out."""
+        """Remove and return the first row."""
         if self._preempted:
             return self._preempted.pop(0)
         row = self._first_group().rows[0]
@@ -126,15 +113,15 @@ class WaitingQueue:
         return row
 
     def put_back(self, row: Row) -> None:
-        """Queue a preempted row: before all that never had a lane, behind older preempted ones."""
+        """Queue a preempted row behind older preempted rows and before all other rows."""
         insort(self._preempted, row, key=lambda row: row.age)
 
     def preempted(self, row_id: int) -> Row | None:
-        """The row of that id, if it has lost its lane."""
+        """The row with this id if it was preempted and waits."""
         return next((row for row in self._preempted if row.id == row_id), None)
 
     def remove(self, ids: Collection[int]) -> list[Row]:
-        """Take these rows out, those of them that wait."""
+        """Remove and return the waiting rows among these ids."""
         removed = [row for row in self if row.id in ids]
         self._preempted = [row for row in self._preempted if row.id not in ids]
         for row in removed:
@@ -143,7 +130,7 @@ class WaitingQueue:
         return removed
 
     def forget(self, row: Row, num_tokens: int | None) -> None:
-        """A row has ended; `num_tokens` is its length, `None` if it was aborted."""
+        """Forget a row that ended after `num_tokens` tokens; `None` if it was aborted."""
         group = self._group_of.pop(row.id)
         if num_tokens is None:
             return
@@ -153,11 +140,10 @@ class WaitingQueue:
             heappush(self._heap, group.priority)
 
     def expected_new(self, row: Row) -> int:
-        """Tokens that a row is expected to generate; 0 where nothing is known."""
+        """Expected number of generated tokens of a row; 0 if unknown."""
         return round(self._lengths.expected(self._group_of[row.id].prompt) or 0)
 
     def _take(self, row: Row) -> None:
-        """Take a row that never had a lane out of its group."""
         group = self._group_of[row.id]
         group.rows.remove(row)
         if not group.rows:

@@ -68,7 +68,7 @@ class EngineRun:
         # Other prompts each time: neither their beginnings nor their lengths are known.
         prompts = (np.array(self._work.prompts) + self._num_runs) % engine.vocab_size
         sampling = SamplingParams(max_new_tokens=self._work.new_tokens)
-        rows = [engine.submit(prompt, sampling, seed) for seed, prompt in enumerate(prompts)]
+        rows = engine.submit_all(prompts.tolist(), sampling)  # SYNC: an array of the host's
         host.first_row = rows[0]
         with engine.observing(host):
             while engine.busy:

@@ -1,5 +1,6 @@
 """Prints one line per rollout instead of every rollout metric in TRL's dictionary."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import RichProgressCallback
+
+logger = logging.getLogger(__name__)
 
 # Exact types only: a subclass is the user's own and prints what the user wants.
 _PRINTERS = (PrinterCallback, ProgressCallback, RichProgressCallback)
@@ -16,8 +19,8 @@ _OURS = ("rollout/", "eval_rollout/", "sampling/raw_", "eval_sampling/raw_")
 class Terminal:
     """Removes rollout metrics from the trainer's printed logs and prints lines instead.
 
-    The metrics still go to W&B, TensorBoard and `trainer.state.log_history`. Nothing is printed if
-    the trainer has none of the stock printing callbacks.
+    The metrics still go to W&B, TensorBoard and `trainer.state.log_history`. If the trainer has none
+    of the stock printing callbacks, lines are logged at INFO instead.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -25,12 +28,14 @@ class Terminal:
         self._printers = [callback for callback in callbacks if type(callback) in _PRINTERS]
         for callback in self._printers:
             callback.on_log = partial(_log_without_ours, callback.on_log)
-        self._prints = bool(self._printers) and trainer.accelerator.is_main_process
+        self._is_main = trainer.accelerator.is_main_process
 
     def print(self, line: str) -> None:
         """Print a line above the progress bars, in the main process only."""
-        if self._prints:
+        if self._is_main and self._printers:
             tqdm.write(line)
+        elif self._is_main:
+            logger.info(line)
 
     def close(self) -> None:
         """Restore the trainer's printing callbacks."""
