@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from accelerate import PartialState
 from rollout.scheduler.waiting import Lengths, digest
 from rollout.request import Completion, FinishReason
-from trainers.adapter.ranks import Meeting
+from trainers.adapter.ranks import RolloutCollectives
 state, lengths = PartialState(cpu=True), Lengths()
 engine, rank = SimpleNamespace(expected_lengths=lengths, num_gathered=0), state.process_index
 # Each has three groups of four rows; rank 0 those that are long.
@@ -27,18 +27,18 @@ seeds = [100 * rank + row for row in range(12)]
 length_of = lambda prompt: (90, 80, 70, 12, 11, 10)[prompt[0] % 10 + 3 * (prompt[0] // 10)]
 loads, same, phases = [], [], []
 for _ in range(2):
-    meeting = Meeting(state, engine, balance=True)
-    phases.append(meeting.phase.name)
-    mine, mine_seeds = meeting.hand_out(prompts, seeds)
-    phases.append(meeting.phase.name)
+    collectives = RolloutCollectives(state, engine, balance=True)
+    phases.append(collectives.phase.name)
+    mine, mine_seeds = collectives.distribute(prompts, seeds)
+    phases.append(collectives.phase.name)
     loads.append(sum(map(length_of, mine)))
     done = []
     for row, (prompt, seed) in enumerate(zip(mine, mine_seeds)):
         tokens = [seed] * length_of(prompt)
         done.append(Completion(row, tokens, [0.0] * len(tokens), FinishReason.LENGTH, ()))
         lengths.note(digest(prompt), len(tokens))  # as the engine does of its own
-    back = meeting.bring_back(done)
-    phases.append(meeting.phase.name)
+    back = collectives.collect(done)
+    phases.append(collectives.phase.name)
     same.append([(b.token_ids[0], len(b.token_ids)) for b in back])
 known = [lengths.expected(digest([10 * r + g] * 3)) for r in range(2) for g in range(3)]
 write({"loads": loads, "back": same, "known": known, "phases": phases})
@@ -93,7 +93,7 @@ def test_rows_are_shared_out_by_known_lengths_and_come_back_in_order(found_in):
     for rank, each in enumerate(found_in["balance"]):
         assert each["known"] == list(lengths)
         own = lengths[3 * rank : 3 * rank + 3]
-        assert each["phases"] == ["HANDING_OUT", "GENERATING", "REPORTING"] * 2
+        assert each["phases"] == ["DISTRIBUTING", "GENERATING", "REPORTING"] * 2
         assert each["back"] == [[[100 * rank + row, own[row // 4]] for row in range(12)]] * 2
     first, then = zip(*(each["loads"] for each in found_in["balance"]), strict=True)
     assert first == (4 * 240, 4 * 33)  # nothing is known: each its own

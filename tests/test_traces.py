@@ -24,7 +24,7 @@ PNG = b"\x89PNG"
 
 @pytest.mark.parametrize("value", ["on", "", "every:0", "every:", "every:-1", "every:2x", None, 3])
 def test_what_is_traced_is_off_last_or_every(value):
-    with pytest.raises(ConfigError, match=f"trace={value!r}: it must be 'off', 'last' or 'every:N"):
+    with pytest.raises(ConfigError, match=f"trace={value!r}: must be 'off', 'last' or 'every:N"):
         RolloutConfig(trace=value)
     found = [RolloutConfig(trace=trace).trace_period for trace in ("off", "last", "every:12")]
     assert found == [0, 0, 12]
@@ -33,7 +33,7 @@ def test_what_is_traced_is_off_last_or_every(value):
 def test_an_off_that_yaml_reads_as_false_is_answered_by_its_quotes(tmp_path):
     (tmp_path / "run.yaml").write_text("trace: off\n")
     parser = TrlParser(RolloutConfig)
-    with pytest.raises(ConfigError, match=r"trace=False: .*; in YAML 'off' needs its quotes"):
+    with pytest.raises(ConfigError, match=r"trace=False: .*; in YAML write 'off' with quotes"):
         parser.parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
 
 
@@ -95,7 +95,7 @@ def test_a_picture_that_fails_is_warned_of_and_ends_nothing(tmp_path, monkeypatc
     trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, trace="every:2"))
     trainer.train()
     assert trainer.state.global_step == 2
-    assert "the trace of step 1 could not be written: no ink" in caplog.text
+    assert "trace of step 1 not written; training goes on: no ink" in caplog.text
 
 
 def test_a_trace_is_every_batch_in_microseconds():

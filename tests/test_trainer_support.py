@@ -37,8 +37,11 @@ from trainers.adapter.support import check_trainer, check_trl
     [
         ({"top_p": 1.5}, r"top_p=1\.5: must be from 1e-06 to 1\.0"),
         ({"min_p": -0.1}, r"min_p=-0\.1: must be from"),
-        ({"temperature": 0.0}, "by which its loss divides; set `top_k` to 1"),
-        ({"max_completion_length": None}, "max_completion_length=None; set it to the most tokens"),
+        ({"temperature": 0.0}, "the loss divides by it; for greedy decoding set `top_k` to 1"),
+        (
+            {"max_completion_length": None},
+            "max_completion_length=None; set it to the largest number of tokens",
+        ),
         ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: must be at most"),
         ({"generation_kwargs": {"stop": [""]}}, "string in stop_strings='': must be non-empty"),
         ({"generation_kwargs": {"stop_strings": 5}}, "stop_strings=5: must be a non-empty list"),
@@ -47,10 +50,10 @@ from trainers.adapter.support import check_trainer, check_trl
             {"generation_kwargs": {"bad_words_ids": [[9, 11]]}},
             r"bad_words_ids: the word \(9, 11\) has 2 tokens, .* in a reward function",
         ),
-        ({"generation_kwargs": {"bad_words": ["a"]}}, "give their token ids as `bad_words_ids`"),
+        ({"generation_kwargs": {"bad_words": ["a"]}}, "set `bad_words_ids` to their token ids"),
         (
             {"generation_kwargs": {"stop": ["a"], "stop_strings": ["b"]}},
-            "stop and stop_strings in generation_kwargs are one setting; drop either",
+            "stop and stop_strings in generation_kwargs are one setting; drop one of them",
         ),
         (
             {"generation_kwargs": {"min_new_tokens": 2, "min_tokens": 3}},
@@ -58,16 +61,19 @@ from trainers.adapter.support import check_trainer, check_trl
         ),
         (
             {"generation_kwargs": {"include_stop_str_in_output": False}},
-            "what completes a stop string stays in the completion",
+            "the stop string always stays in the completion",
         ),
         ({"generation_kwargs": {"seed": 3}}, "set the trainer's own `seed`"),
         ({"generation_kwargs": {"n": 2}}, "set `num_generations`"),
         ({"generation_kwargs": {"temperature": 0.3}}, "set the trainer's own `temperature`"),
         ({"generation_kwargs": {"do_sample": False}}, "do_sample=False in generation_kwargs is"),
-        ({"generation_kwargs": {"typical_p": 0.3}}, "typical_p=0.3 in .* not supported; draw by"),
+        (
+            {"generation_kwargs": {"typical_p": 0.3}},
+            "typical_p=0.3 in .* not supported; use `top_p`",
+        ),
         ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
         ({"loss_type": "vespo"}, "VESPO"),
-        ({"use_transformers_continuous_batching": True}, "has another generator"),
+        ({"use_transformers_continuous_batching": True}, "already has a generator"),
     ],
     ids=str,
 )
@@ -238,7 +244,7 @@ def test_a_temperature_that_the_loss_does_not_follow_is_warned_of(tmp_path, capl
             generator.generate([[9]], None, 1)
             assert len(caplog.messages) == (expected if kind in ("GRPO", "RLOO") else 0)
     if caplog.messages:
-        assert "temperature=0.4 from now on, and the loss still divides by 0.9" in caplog.text
+        assert "temperature=0.4 from now on, but the loss still divides by 0.9" in caplog.text
 
 
 def test_a_trainer_is_copied_without_its_generator_and_its_parts_at_any_time(tmp_path):
@@ -293,8 +299,8 @@ OFFLOADED, QUANTISED = {"offload_param": {"device": "cpu"}}, {"zero_quantized_we
     ("set_up", "message"),
     [
         (lambda: {"_is_vlm": True}, "takes images"),
-        (lambda: {"args.use_vllm": True}, "another generator"),
-        (lambda: {"use_vllm": True}, "another generator"),
+        (lambda: {"args.use_vllm": True}, "already has a generator"),
+        (lambda: {"use_vllm": True}, "already has a generator"),
         (lambda: {"eos_token_ids": [None, tiny.EOS]}, "no EOS token; set its `eos_token`"),
         (lambda: {f"{STATE}._mixed_precision": "fp8"}, "fp8"),
         (lambda: {f"{STATE}.distributed_type": DistributedType.MEGATRON_LM}, "MEGATRON_LM"),
@@ -305,7 +311,7 @@ OFFLOADED, QUANTISED = {"offload_param": {"device": "cpu"}}, {"zero_quantized_we
         (lambda: fsdp(cpu_offload=CPUOffloadPolicy()), "drop `fsdp_offload_params`"),
         (lambda: fsdp(activation_checkpointing=True), "use the trainer's `gradient_checkpointing`"),
         (lambda: zero(zero_optimization=OFFLOADED), "drop `offload_param`"),
-        (lambda: zero(zero_optimization=QUANTISED), "rounds what ranks"),
+        (lambda: zero(zero_optimization=QUANTISED), "rounds the weights"),
         (lambda: zero(torch_autocast={"enabled": True}), "use `bf16` instead"),
         (lambda: zero(tensor_parallel={"autotp_size": 2}), "use ZeRO or DDP"),
     ],
@@ -323,7 +329,7 @@ def test_sharded_weights_are_served_but_not_in_exact_mode(tmp_path, monkeypatch,
     put(monkeypatch, trainer, set_up())
     check_trainer(trainer)
     kind = trainer.accelerator.distributed_type.value
-    with pytest.raises(UnsupportedTrainer, match=f"not tried under {kind}; use DDP"):
+    with pytest.raises(UnsupportedTrainer, match=f"not tested under {kind}; use DDP"):
         trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, on_policy="exact"))
 
 
@@ -343,7 +349,7 @@ def test_a_trl_that_is_unknown_or_whose_seam_moved_is_refused(monkeypatch):
     for version in ("1.14.2", "1.17.0", "2.0.0"):
         with monkeypatch.context() as patch:
             patch.setattr(trl, "__version__", version)
-            message = rf"TRL {version} is unknown .* 1.15 and 1.16"
+            message = rf"TRL {version} is not tested .* 1.15 or 1.16"
             with pytest.raises(UnsupportedTrainer, match=message):
                 check_trl()
     monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, sampling: None)
@@ -353,7 +359,7 @@ def test_a_trl_that_is_unknown_or_whose_seam_moved_is_refused(monkeypatch):
 
 def test_a_config_of_another_kind_and_images_are_refused(tmp_path):
     for config in ({"max_rows": 8}, EngineConfig(max_rows=8)):
-        with pytest.raises(ConfigError, match=r"it must be a trainers\.RolloutConfig\(\.\.\.\)"):
+        with pytest.raises(ConfigError, match=r"must be a trainers\.RolloutConfig\(\.\.\.\)"):
             RolloutGenerator(config)
     generator = trl_trainer.attach(trl_trainer.build(tmp_path))
     with pytest.raises(UnsupportedTrainer, match="images"):
@@ -365,7 +371,7 @@ def test_one_generator_serves_one_trainer_through_one_door(tmp_path):
     generator = trl_trainer.attach(trainer)
     with pytest.raises(UnsupportedTrainer, match="already serves a trainer"):
         generator.attach(other)
-    with pytest.raises(UnsupportedTrainer, match="generators attached before"):
+    with pytest.raises(UnsupportedTrainer, match="any generator attached before"):
         trl_trainer.attach(trainer)
     function = RolloutGenerator(trl_trainer.ENGINE)
     function(["xyz"], other)

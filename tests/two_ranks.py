@@ -66,7 +66,7 @@ results = {
 }
 
 # Ranks whose rows differ in number and length, and whose tool loops take different turns.
-own, clock = [], generator._watch._clock
+own, clock = [], generator._reporter._clock
 def turns():
     for _ in range(1 + 2 * rank):
         completions = generator.generate([[9, 10]] * (1 + 7 * rank), None, 1)[1]
@@ -112,7 +112,7 @@ def told():
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 generates, gathers, exchanges = (lambda: generator.generate([[9]], None, 1)[1]), gather_object, []
-places = {"prompts": None, "rolled_out": generator._watch, "_sleep": generator}
+places = {"prompts": None, "log_rollout": generator._reporter, "_sleep": generator}
 if "balanced" in kind:
     places["gather_object"] = trainers.adapter.ranks
 results["late"] = {}

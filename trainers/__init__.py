@@ -1,6 +1,6 @@
-"""The only folder that knows TRL: hands a trainer its rollouts.
+"""Generates a TRL trainer's rollouts on the engine. No other folder imports TRL.
 
-What needs torch and TRL is imported on first use, so that a command line can be read before.
+Torch and TRL are imported on first use, so that `--help` and argument errors come fast.
 """
 
 from importlib import import_module
@@ -23,12 +23,11 @@ __all__ = [
     "RolloutPPOTrainer",
 ]
 
-# Searched in this order for a public name that is not here yet.
 _HOMES = ("generator", "grpo", "ppo.config", "ppo.trainer")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use (PEP 562)."""
+    """Import a public name on first use (PEP 562)."""
     if name in __all__:
         for home in _HOMES:
             module = import_module(f"{__name__}.{home}")

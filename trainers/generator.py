@@ -1,12 +1,12 @@
-"""TRL's generation seam: prompts in, completions and log-probabilities out.
+"""The object that TRL calls `vllm_generation`: prompts in, completions and log-probabilities out.
 
-TRL gates importance-sampling correction, `sampling/*` metrics, tools and environments on
-`use_vllm`, so the seam that gives all of it is the object TRL calls `vllm_generation`.
+TRL offers importance-sampling correction, `sampling/*` metrics, tools and environments only with
+`use_vllm`. So the generator takes vLLM's place.
 """
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Self
@@ -16,13 +16,13 @@ from rollout.exact.setup import prepare_trainer
 from rollout.request import Completion
 from rollout.sampling_params import SamplingParams
 from trainers.adapter.engine import open_engine
-from trainers.adapter.ranks import Meeting, Phase, agree
+from trainers.adapter.ranks import Phase, RolloutCollectives, agree
 from trainers.adapter.row_seeds import RowSeeds
 from trainers.adapter.sampling import announce, loss_temperature, row_sampling
 from trainers.adapter.seams import find_seam, settings_of
 from trainers.config import RolloutConfig
 from trainers.reporting.metrics import gap_metrics, log_metrics
-from trainers.reporting.reporter import Watch
+from trainers.reporting.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,7 @@ _MISSING = object()
 
 
 class RolloutGenerator:
-    """Hands a stock TRL trainer its rollouts, from an engine on the trainer's own weights.
-
-    Args:
-        config: Knobs of the engine.
-
-    Raises:
-        ConfigError: It is something else.
+    """Generates a stock TRL trainer's rollouts, with an engine on the trainer's own weights.
 
     Example:
         ```python
@@ -46,7 +40,7 @@ class RolloutGenerator:
         trainer.train()
         ```
 
-        Or through TRL's documented hook, which leaves out importance-sampling correction,
+        TRL's documented hook works, too. TRL then leaves out importance-sampling correction,
         `sampling/*` metrics, tools and environments:
 
         ```python
@@ -57,8 +51,8 @@ class RolloutGenerator:
     def __init__(self, config: RolloutConfig | None = None) -> None:
         if not isinstance(config, RolloutConfig | None):
             raise ConfigError(
-                f"config={config!r:.80}: it must be a trainers.RolloutConfig(...), which takes all "
-                "arguments of an EngineConfig"
+                f"config={config!r:.80}: must be a trainers.RolloutConfig(...); it has all knobs "
+                "of EngineConfig"
             )
         self.config = config or RolloutConfig()
         self._trainer: Any = None
@@ -74,19 +68,15 @@ class RolloutGenerator:
         """Become the trainer's generator. Call it after construction, before `train()`.
 
         Args:
-            trainer: A stock TRL trainer that can generate through vLLM, built with
-                `use_vllm=False`: `GRPOTrainer`, `RLOOTrainer`, or another one of `seams.SEAMS`.
-
-        Returns:
-            This generator.
+            trainer: One of the TRL trainers in `seams.SEAMS`, built with `use_vllm=False`.
 
         Raises:
-            UnsupportedTrainer: The trainer or its settings; the message says what to change.
-            UnsupportedModel: The model; likewise.
+            UnsupportedTrainer: The engine cannot serve the trainer or one of its settings.
+            UnsupportedModel: The engine cannot run the model.
         """
         if getattr(trainer, "rollout_func", None) is not None:
             raise UnsupportedTrainer(
-                "the trainer has a rollout_func, which TRL would go on calling; drop it, or pass "
+                "the trainer has a rollout_func, and TRL would keep calling it; drop it, or pass "
                 "this generator as rollout_func instead of attaching it"
             )
         self._open(trainer)
@@ -97,7 +87,7 @@ class RolloutGenerator:
         return self
 
     def detach(self) -> None:
-        """Leave the trainer as it was, and give the engine's memory back."""
+        """Restore the trainer's attributes, close the engine and release its memory."""
         trainer = self._trainer
         if trainer is None:
             return
@@ -107,29 +97,24 @@ class RolloutGenerator:
             else:
                 setattr(trainer, name, value)
         self._before = {}
-        self._watch.close()
+        self._reporter.close()
         self._undo_exact()
         self.engine.close()
         self._trainer = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Serve as TRL's `rollout_func`.
+        """Serve as TRL's `rollout_func`. The first call checks the trainer as `attach` does.
 
         Args:
             prompts: Raw prompts of this rank, each repeated `num_generations` times.
-            trainer: The trainer that asks.
 
         Returns:
-            `prompt_ids`, `completion_ids` and `logprobs`, a list a row each.
-
-        Raises:
-            UnsupportedTrainer: The trainer or its settings; the message says what to change.
-            UnsupportedModel: The model; likewise.
+            `prompt_ids`, `completion_ids` and `logprobs`, each with one list per row.
         """
-        if getattr(trainer, "tools", None):  # TRL makes later turns itself, and trips over them
+        if getattr(trainer, "tools", None):  # TRL would raise a TypeError after a tool call
             raise UnsupportedTrainer(
-                "a rollout_func cannot serve tools and environments: TRL does not ask it for the "
-                "turns that follow a tool's result; drop rollout_func, and attach this generator"
+                "a rollout_func cannot serve tools and environments: TRL does not call it again "
+                "after a tool's result; drop rollout_func, and attach this generator"
             )
         if self._trainer is None:
             self._open(trainer)
@@ -139,15 +124,12 @@ class RolloutGenerator:
         try:
             prompt_ids, completion_ids, logprobs, _ = self.generate(prompt_ids, images, 1)
         finally:
-            self._sleep()  # TRL's `_generate` was not wrapped yet when it made the first call
+            self._sleep()  # the first call comes from a `_generate` that is not wrapped yet
         flat = [[token[0] for token in row] for row in logprobs]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": flat}
 
     def sync_weights(self) -> None:
-        """Do nothing: the weights are the trainer's own, and each rollout looks at them anew.
-
-        TRL calls this when its global step has changed, which is not every time they change.
-        """
+        """Do nothing: each rollout reads the trainer's own weights."""
 
     def generate(
         self,
@@ -163,34 +145,33 @@ class RolloutGenerator:
         Args:
             prompts: Token ids of each row, already repeated `num_generations` times.
             images: Must be `None`.
-            num_generations: Of no influence: one completion a row.
+            num_generations: Ignored; TRL has already repeated the prompts.
             profiler: Entered while generating.
 
         Returns:
-            Prompt ids, completion ids, log-probabilities `[row][token][0]`, and, for trainers that
-            read them, the ids they belong to in the same shape. Log-probabilities are natural
-            logarithms at the trainer's temperature over the full vocabulary.
+            Prompt ids, completion ids, log-probabilities `[row][token][0]` and scored ids in the
+            same shape (`None` if the trainer does not read them). Log-probabilities are natural
+            logarithms at the trainer's temperature, over the full vocabulary.
 
         Raises:
-            RolloutError: Any rank failed; raised on all of them, and no rank has a result. In a
-                later turn of a tool loop, which ranks reach as often as their own rows call tools,
-                a rank fails alone, and its end ends the others as any error in a trainer does.
-                So does an interrupt, which must not wait for ranks that may be anywhere.
+            RolloutError: A rank failed; every rank raises. Exceptions: in later turns of a tool
+                loop ranks are not synchronised, so a failing rank raises alone. An interrupt also
+                does not wait for other ranks. The launcher then ends the job.
         """
         later_turn, failure = bool(self._num_turns), None
         completions: Sequence[Completion] = ()
         num_tokens = 0
         if not later_turn:
-            self._meeting = self._meet()
+            self._collectives = self._new_collectives()
         try:
             if images is not None:
-                raise UnsupportedTrainer("the engine cannot take images; use text alone")
+                raise UnsupportedTrainer("the engine cannot read images; use text-only prompts")
             with profiler or nullcontext():
                 completions, num_tokens = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:
             failure = error
         if not later_turn:
-            self._watch.counted(self._meeting.end(failure, num_tokens))
+            self._reporter.add_tokens(self._collectives.end(failure, num_tokens))
         elif failure is not None:
             raise failure
         else:
@@ -204,21 +185,21 @@ class RolloutGenerator:
 
     @property
     def llm(self) -> SimpleNamespace:
-        """What TRL's tool loop reads of a vLLM engine: `llm_engine.model_config.max_model_len`."""
+        """TRL's tool loop reads `llm.llm_engine.model_config.max_model_len`."""
         model_config = SimpleNamespace(max_model_len=self.engine.max_row_tokens)
         return SimpleNamespace(llm_engine=SimpleNamespace(model_config=model_config))
 
     def _open(self, trainer: Any) -> None:
-        """Check the trainer, build the engine on its model, and watch its weights."""
+        """Check the trainer, build the engine on its model and wrap the trainer's methods."""
         if self._trainer is not None:
             raise UnsupportedTrainer("this generator already serves a trainer; make a new one")
         self.engine = open_engine(trainer, self.config)
-        self._undo_exact = _nothing
+        self._undo_exact: Callable[[], None] = lambda: None
         try:
             if self.config.exact:
                 model = trainer.accelerator.unwrap_model(trainer.model)
                 self._undo_exact = prepare_trainer(model, self.engine.exact_shapes)
-            self._watch = Watch(trainer, self.engine, self.config)
+            self._reporter = Reporter(trainer, self.engine, self.config)
         except BaseException:
             self._undo_exact()
             self.engine.close()
@@ -244,53 +225,52 @@ class RolloutGenerator:
     def _rollout(
         self, prompts: list[list[int]], *, same_weights: bool
     ) -> tuple[Sequence[Completion], int]:
-        """The completions of these prompts, and how many tokens this rank has generated."""
+        """Return the completions of `prompts` and the number of tokens this rank generated."""
         self._announced = announce(self._settings, self._announced, self._loss_temperature)
         rows: Sequence[list[int]] = prompts
         seeds: Sequence[int] = self._seeds.draw(len(prompts))
-        meeting = None if same_weights else self._meeting
-        if meeting:
-            rows, seeds = meeting.hand_out(rows, seeds)
+        collectives = None if same_weights else self._collectives
+        if collectives:
+            rows, seeds = collectives.distribute(rows, seeds)
         sampling = [self._sampling(prompt) for prompt in rows]
-        # Weights change in ways that no callback tells of: averaged ones swapped in for an
-        # evaluation, a checkpoint loaded. So only turns of one `_generate` share a version.
         most_tokens = max((each.max_new_tokens for each in sampling), default=0)
-        with self._watch.rollout(len(rows), most_tokens):
+        # No callback reports every change of weights (a loaded checkpoint, averaged weights for an
+        # evaluation). So only the turns of one `_generate` share a policy version.
+        with self._reporter.rollout(len(rows), most_tokens):
             generated = self.engine.generate(rows, sampling, seeds, same_weights=same_weights)
-        self._watch.rolled_out(rows, generated)
+        self._reporter.log_rollout(rows, generated)
         num_tokens = sum(len(completion.token_ids) for completion in generated)
-        completions = meeting.bring_back(generated) if meeting else generated
+        completions = collectives.collect(generated) if collectives else generated
         if self._num_turns is not None:
             self._num_turns += 1
         return completions, num_tokens
 
-    def _meet(self) -> Meeting:
-        """The collectives that the ranks have before them, as a rollout begins."""
+    def _new_collectives(self) -> RolloutCollectives:
         accelerator = self._trainer.accelerator
-        return Meeting(accelerator, self.engine, balance=self.config.balance_ranks)
+        return RolloutCollectives(accelerator, self.engine, balance=self.config.balance_ranks)
 
     def _share_version(self, generate: Any, *batch: Any) -> Any:
-        """Run the trainer's own method that makes all rollouts of a batch, on the same weights.
+        """Run the trainer's own `generate`; all its turns share one policy version and their pages.
 
-        The turns keep their pages, and with the last one their memory goes to the trainer.
+        After the last turn the trainer gets the memory.
         """
-        self._num_turns, self._later_tokens, self._meeting = 0, 0, self._meet()
+        self._num_turns, self._later_tokens = 0, 0
+        self._collectives = self._new_collectives()
         try:
             generated = generate(*batch)
         except Exception as error:
-            # A prompt of this rank is at fault, and the others generate from theirs.
-            if self._meeting.phase is not Phase.DONE:
-                self._meeting.end(error, 0)
+            # The other ranks may be generating; join their remaining collectives.
+            if self._collectives.phase is not Phase.DONE:
+                self._collectives.end(error, 0)
             raise
         finally:
             self._num_turns = None
             failure = self._try_to_sleep()
-        # Here ranks meet again, however many turns each has taken.
-        self._watch.counted(agree(self._trainer.accelerator, failure, self._later_tokens))
+        # Every rank gets here once, after any number of turns.
+        self._reporter.add_tokens(agree(self._trainer.accelerator, failure, self._later_tokens))
         return generated
 
     def _try_to_sleep(self) -> Exception | None:
-        """Sleep; what has gone wrong, if anything has."""
         try:
             self._sleep()
         except Exception as error:
@@ -298,18 +278,18 @@ class RolloutGenerator:
         return None
 
     def _sleep(self) -> None:
-        """Leave the memory to the trainer until the next rollout, unless told to keep it."""
+        """Release the engine's memory until the next rollout, unless `kv_keep` is "always"."""
         if self.config.kv_keep == "rollout" and not self.engine.asleep:
             self.engine.sleep()
-        self._watch.rested()
+        self._reporter.log_times()
 
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
-        """The trainer's settings, clipped to what the row can hold as vLLM does."""
+        """The trainer's settings, with lengths clipped to `max_row_tokens` as vLLM does."""
         room = max(self.engine.max_row_tokens - len(prompt), 1)
         return row_sampling(self._settings, room)
 
     def _score_and_log_gap(self, score: Any, inputs: Any) -> Any:
-        """Run TRL's `_generate_and_score_completions`, and log how far the two sides are apart."""
+        """Run TRL's `_generate_and_score_completions` and log the log-probability gap."""
         scored = score(inputs)
         metrics = gap_metrics(self._trainer, scored, sample=self.config.exact)
         log_metrics(self._trainer, metrics)
@@ -317,12 +297,10 @@ class RolloutGenerator:
         if self.config.exact and largest > _EXACT_GAP and not self._warned:
             self._warned = True
             logger.warning(
-                "on_policy='exact', and a log-probability of the rollout is %.1e from the "
-                "trainer's; `python -m rollout doctor --exact` finds the layer",
+                "on_policy='exact', but a log-probability differs by %.1e between rollout and "
+                "trainer (expected: at most %.0e). Training goes on; `python -m rollout doctor "
+                "--exact` names the layer that differs",
                 largest,
+                _EXACT_GAP,
             )
         return scored
-
-
-def _nothing() -> None:
-    """There is nothing to undo."""

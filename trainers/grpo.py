@@ -1,4 +1,4 @@
-"""GRPO with its rollouts from the engine, in one line."""
+"""`RolloutGRPOTrainer`: GRPO with the engine attached, in one line."""
 
 from typing import Any
 
@@ -9,17 +9,7 @@ from trainers.generator import RolloutGenerator
 
 
 class RolloutGRPOTrainer(GRPOTrainer):
-    """TRL's `GRPOTrainer`, with a `RolloutGenerator` attached once it is constructed.
-
-    Args:
-        *args: TRL's own.
-        rollout: Knobs of the engine.
-        **kwargs: TRL's own.
-
-    Raises:
-        UnsupportedTrainer: The trainer's settings; the message says what to change.
-        UnsupportedModel: The model; likewise.
-        ConfigError: `rollout` is something else.
+    """TRL's `GRPOTrainer` with `RolloutGenerator(rollout)` attached; raises what `attach` raises.
 
     Example:
         ```python

@@ -1,1 +1,1 @@
-"""Fits the engine to a TRL trainer: settings, precision, seeds, ranks."""
+"""Translates between a TRL trainer and the engine: settings, precision, seeds, ranks."""

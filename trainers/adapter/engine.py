@@ -1,4 +1,4 @@
-"""An engine on a trainer's model, made to compute as the trainer's forward does."""
+"""Builds the engine on a trainer's model, with the dtypes of the trainer's forward."""
 
 from typing import Any, NamedTuple
 
@@ -20,19 +20,14 @@ _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 class Precision(NamedTuple):
-    """The dtypes of a trainer's forward; `None` where nothing is cast.
-
-    Attributes:
-        autocast_dtype: Of the autocast that it runs under.
-        param_dtype: What FSDP2 casts parameters to for each forward, or DeepSpeed once.
-    """
+    """The dtypes of a trainer's forward; `None`: no cast."""
 
     autocast_dtype: torch.dtype | None
-    param_dtype: torch.dtype | None
+    param_dtype: torch.dtype | None  # FSDP2 casts parameters in each forward, DeepSpeed once
 
 
 def precision_of(accelerator: Any) -> Precision:
-    """What a trainer's `accelerator` does about dtypes."""
+    """Read the dtypes from accelerate's settings."""
     dtype = _DTYPES[accelerator.mixed_precision]
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return Precision(None, dtype)
@@ -42,11 +37,11 @@ def precision_of(accelerator: Any) -> Precision:
 
 
 def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
-    """Check a constructed TRL trainer, and make the engine that serves it.
+    """Check a constructed TRL trainer and build its engine; may move the model to the GPU.
 
     Raises:
-        UnsupportedTrainer: The trainer or its settings; the message says what to change.
-        UnsupportedModel: The model; likewise.
+        UnsupportedTrainer: The engine cannot serve the trainer or one of its settings.
+        UnsupportedModel: The engine cannot run the model.
     """
     check_trainer(trainer)
     accelerator, args = trainer.accelerator, settings_of(trainer).args
@@ -65,10 +60,7 @@ def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
 
 
 def _place(model: nn.Module, device: torch.device) -> None:
-    """Move a model from the CPU now, which training under FSDP or DeepSpeed would do later.
-
-    An engine is made for the device that it finds the weights on.
-    """
+    """Move the model to `device` now: FSDP and DeepSpeed would do so after `attach`."""
     if all(parameter.device.type == "cpu" for parameter in model.parameters()):
         model.to(device)
 
@@ -76,20 +68,20 @@ def _place(model: nn.Module, device: torch.device) -> None:
 def _check_exact(kind: DistributedType, args: Any) -> None:
     if args.cast_lm_head_to_fp32:
         raise UnsupportedTrainer(
-            "on_policy='exact' cannot reproduce a float32 head; drop `cast_lm_head_to_fp32`, or "
-            "use on_policy='close'"
+            "on_policy='exact' does not support a float32 head; drop `cast_lm_head_to_fp32`, or "
+            "set on_policy='close'"
         )
     if args.neftune_noise_alpha is not None:
         raise UnsupportedTrainer(
             f"on_policy='exact': neftune_noise_alpha={args.neftune_noise_alpha} adds noise to the "
-            "trainer's embeddings, and a rollout has none; drop it, or use on_policy='close'"
+            "trainer's embeddings but not to a rollout's; drop it, or set on_policy='close'"
         )
     if kind in _SHARDING:
         raise UnsupportedTrainer(
-            f"on_policy='exact' was not tried under {kind.value}; use DDP, or on_policy='close'"
+            f"on_policy='exact' is not tested under {kind.value}; use DDP, or set on_policy='close'"
         )
 
 
 def _print_plan(plan: MemoryPlan) -> None:
-    with tqdm.external_write_mode():  # the trainer's bar and the rollout's are being drawn
+    with tqdm.external_write_mode():  # keeps progress bars out of the table
         Console(stderr=True).print(plan.table())

@@ -1,4 +1,4 @@
-"""What the ranks of a trainer tell each other about a rollout."""
+"""Collectives of a rollout: ranks exchange rows, completions and failures."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,18 +16,10 @@ from rollout.scheduler.waiting import digest
 
 
 def agree(accelerator: Any, failure: Exception | None, num_tokens: int) -> int:
-    """Raise on every rank if any has failed, so that none waits for another for ever.
+    """Return the sum of `num_tokens` over all ranks, or raise on every rank if any rank failed.
 
-    Args:
-        accelerator: The trainer's.
-        failure: Of this rank.
-        num_tokens: That this rank has generated.
-
-    Returns:
-        The tokens of all ranks.
-
-    Raises:
-        RolloutError: Another rank has failed. `failure` itself, where there is one.
+    A rank that failed raises its own `failure`. The others raise RolloutError, so that none of them
+    waits in a later collective forever.
     """
     num_failed = int(failure is not None)
     if accelerator.num_processes > 1:
@@ -35,7 +27,7 @@ def agree(accelerator: Any, failure: Exception | None, num_tokens: int) -> int:
             own = torch.tensor([num_failed, num_tokens], device=accelerator.device)
             num_failed, num_tokens = accelerator.reduce(own, reduction="sum").tolist()
         except Exception:
-            if failure is None:  # else that says more: a broken device can tell nobody
+            if failure is None:  # else `failure` is the cause: a broken device cannot reduce
                 raise
     if failure is not None:
         raise failure
@@ -45,25 +37,17 @@ def agree(accelerator: Any, failure: Exception | None, num_tokens: int) -> int:
 
 
 class Group(NamedTuple):
-    """Rows of one prompt that stay together, because they share its KV.
+    """Rows of one prompt, which stay on one rank because they share the prompt's KV."""
 
-    Attributes:
-        owner: Rank that asked for them.
-        first: Index of the first of them among the owner's rows.
-        prompt: Token ids.
-        seeds: One a row.
-        expected: Tokens that a completion is expected to have; `None` where nothing is known.
-    """
-
-    owner: int
-    first: int
+    owner: int  # rank that submitted the rows
+    first: int  # index of the first row among the owner's rows
     prompt: list[int]
-    seeds: list[int]
-    expected: float | None
+    seeds: list[int]  # one per row
+    expected: float | None  # tokens of one completion; `None`: no earlier completion is known
 
 
 class Returned(NamedTuple):
-    """A completion on its way back to the rank that asked for it as its row `row`."""
+    """A completion that another rank may have generated for row `row` of rank `owner`."""
 
     owner: int
     row: int
@@ -72,29 +56,23 @@ class Returned(NamedTuple):
 
 
 class Phase(Enum):
-    """How far a rank has come in a rollout; a collective moves it on as the rank joins it."""
+    """The next collective that a rank joins in a rollout."""
 
-    HANDING_OUT = auto()
-    """Rows are yet to be handed out."""
-    GENERATING = auto()
-    """The rank gathers sharded parameters and generates; completions are yet to be brought back."""
-    REPORTING = auto()
-    """Each rank is yet to say how its rollout went."""
-    DONE = auto()
-    """No rank waits for this one."""
+    DISTRIBUTING = auto()  # exchange of rows
+    GENERATING = auto()  # gathers of sharded parameters, then the exchange of completions
+    REPORTING = auto()  # sum of failures and tokens
+    DONE = auto()  # none
 
 
-class Meeting:
-    """Takes one rank through one rollout's collectives, which all ranks join in the same order.
+class RolloutCollectives:
+    """The collectives of one rollout. All ranks join them in the same order.
 
-    Rows are handed out, parameters gathered, completions brought back, and each rank says how it
-    went. A rank that fails still joins those that are left, with empty data.
+    The order: exchange rows, gather parameters, exchange completions, report failures. A failing
+    rank still joins the remaining collectives, with empty data.
 
     Args:
-        accelerator: The trainer's.
-        engine: The engine of this rank.
-        balance: Hand rows out by expected length. Otherwise each rank generates its own, and rows
-            and completions are not exchanged.
+        balance: Exchange rows by expected length. Otherwise each rank generates its own rows, and
+            rows and completions are not exchanged.
     """
 
     def __init__(self, accelerator: Any, engine: RolloutEngine, *, balance: bool) -> None:
@@ -103,16 +81,14 @@ class Meeting:
         self._balance = balance and self._num_ranks > 1
         self._num_gathered = engine.num_gathered
         self._mine: list[Group] = []
-        self.phase = Phase.HANDING_OUT
+        self.phase = Phase.DISTRIBUTING
 
-    def hand_out(
+    def distribute(
         self, prompts: Sequence[list[int]], seeds: Sequence[int]
     ) -> tuple[Sequence[list[int]], Sequence[int]]:
-        """The prompts and seeds of the rows that this rank is to generate.
+        """Exchange rows; return the prompts and seeds of the rows that this rank generates.
 
-        Args:
-            prompts: Of the rows that this rank asks for.
-            seeds: One a row; a row draws the same numbers on whatever rank it is generated.
+        A row keeps its seed, so it draws the same random numbers on any rank.
         """
         if not self._balance:
             self.phase = Phase.GENERATING
@@ -122,12 +98,12 @@ class Meeting:
         rows = [(group.prompt, seed) for group in self._mine for seed in group.seeds]
         return [prompt for prompt, _ in rows], [seed for _, seed in rows]
 
-    def bring_back(self, completions: Sequence[Completion]) -> Sequence[Completion]:
-        """The completions of the rows that this rank has asked for, in its order.
+    def collect(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """Exchange completions; return those of this rank's own rows, in the rows' order.
 
         Args:
-            completions: Of the rows of `hand_out`. A rank that has failed has none; then they are
-                missing on the ranks that asked for them.
+            completions: One for each row from `distribute`. Empty if this rank failed: the owners
+                of these rows then receive fewer completions than rows.
         """
         if not self._balance:
             self.phase = Phase.REPORTING
@@ -141,7 +117,7 @@ class Meeting:
         here = {(each.owner, each.row) for each in generated}
         wanted: dict[int, Completion] = {}
         for each in self._exchange(generated, Phase.REPORTING):
-            if (each.owner, each.row) not in here:  # the engine has noted its own
+            if (each.owner, each.row) not in here:  # the engine noted the lengths of its own rows
                 num_tokens = len(each.completion.token_ids)
                 self._engine.expected_lengths.note(digest(each.prompt), num_tokens)
             if each.owner == self._rank:
@@ -149,26 +125,26 @@ class Meeting:
         return [wanted[row] for row in sorted(wanted)]
 
     def end(self, failure: Exception | None, num_tokens: int) -> int:
-        """Say how it went, and hear of the others; arguments and errors are those of `agree`."""
+        """Report this rank's failure or tokens, as `agree` does, after the collectives before."""
         if failure is not None and self._num_ranks > 1:
             self._catch_up()
         self.phase = Phase.DONE
         return agree(self._accelerator, failure, num_tokens)
 
     def _catch_up(self) -> None:
-        """Join what the other ranks wait for. The first error says more than one of these would."""
-        if self.phase is Phase.HANDING_OUT:
+        """Join the remaining collectives with empty data; the first error is the one to report."""
+        if self.phase is Phase.DISTRIBUTING:
             with suppress(Exception):
-                self.hand_out([], [])
+                self.distribute([], [])
         with suppress(Exception):
             self._engine.join_gathers(self._engine.num_gathered - self._num_gathered)
         if self.phase is Phase.GENERATING:
             with suppress(Exception):
-                self.bring_back([])
+                self.collect([])
 
     def _exchange(self, own: list[Any], phase: Phase) -> list[Any]:
-        """What all ranks send, in the order of ranks; on the way, this rank enters `phase`."""
-        self.phase = phase
+        """Enter `phase`, gather the lists of all ranks and return them joined in rank order."""
+        self.phase = phase  # first: a failing gather must not be joined again
         received: list[Any] = gather_object(own)
         return received
 
@@ -182,14 +158,10 @@ class Meeting:
 
 
 def deal(groups: Sequence[Group], num_ranks: int) -> list[list[Group]]:
-    """Groups for each rank: the longest first, to the rank that has least.
+    """Assign each group to the least loaded rank, longest group first (LPT scheduling).
 
-    Args:
-        groups: Of all ranks, in the same order everywhere.
-        num_ranks: Ranks.
-
-    Returns:
-        A list a rank; where nothing is known of any length, each rank's own.
+    `groups` must have the same order on every rank. If no length is known, each rank keeps its own
+    groups. Returns one list of groups per rank.
     """
     known = [group.expected for group in groups if group.expected is not None]
     dealt: list[list[Group]] = [[] for _ in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Seeds of rows, other ones at each call, and the same ones in a run that is resumed."""
+"""Seeds of rows: they differ between calls, and a resumed run repeats them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class RowSeeds:
-    """Seeds by the trainer's seed, step, mode and rank, and by the call within that step."""
+    """Derives seeds from the trainer's seed, step, mode and rank, and the call within the step."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -14,10 +14,10 @@ class RowSeeds:
         self._calls = {"train": 0, "eval": 0}
 
     def draw(self, num_rows: int) -> list[int]:
-        """The next call's, one a row, from 0 to 2**63."""
+        """Return the next call's seeds: one per row, 0 <= seed < 2**63."""
         trainer = self._trainer
         step, mode = trainer.state.global_step, "train" if trainer.model.training else "eval"
-        # A state is a training's own: after an interrupt the next may begin at the same step.
+        # Each `train()` has a new state. After an interrupt it may start at the same step.
         if self._seen[0] is not trainer.state or self._seen[1] != step:
             self._seen, self._calls = (trainer.state, step), {"train": 0, "eval": 0}
         call = self._calls[mode]

@@ -1,10 +1,9 @@
-"""A trainer's sampling settings, as the engine takes them, and the sentence for each it refuses.
+"""Translates a trainer's sampling settings into SamplingParams, or says why the engine refuses one.
 
-`stop` and `stop_strings` are one setting, vLLM's and transformers' name for it. A string ends a
-completion wherever it ends in the text of its last token, and the tokens that complete it stay in
-the completion: in transformers, and in the token ids that TRL takes from vLLM, they do so too.
-TRL's `clipped_ratio` and `mask_truncated_completions` look for an EOS token, and take a completion
-that ends otherwise for one that was cut off, whichever engine made it.
+`stop` (vLLM) and `stop_strings` (transformers) are one setting. The tokens that complete a stop
+string stay in the completion, as in transformers and in the token ids that TRL reads from vLLM.
+TRL's `clipped_ratio` and `mask_truncated_completions` count a completion without an EOS token as
+truncated, with any generator.
 """
 
 import inspect
@@ -25,7 +24,7 @@ from rollout.support import base_of
 logger = logging.getLogger(__name__)
 
 _OWN = ("top_p", "top_k", "min_p", "repetition_penalty")
-# Names that `generation_kwargs` may have, which are transformers' or vLLM's, and ours.
+# Supported names in `generation_kwargs` (transformers' or vLLM's) -> fields of SamplingParams.
 _NAMES = {
     **{name: name for name in (*_OWN, "presence_penalty", "frequency_penalty")},
     "min_new_tokens": "min_new_tokens",
@@ -42,29 +41,29 @@ _NO_EFFECT = {
     "num_return_sequences": 1,
     "include_stop_str_in_output": True,
 }
-_ONE_EACH = "set `num_generations`, of which each is a row of its own"
-_OTHER_CUTS = "draw by `top_p`, `top_k` or `min_p` instead"
-_NOT_BIASED = "name tokens that must not come in `suppress_tokens` or `bad_words_ids`"
-_LATER_EOS = "set `min_new_tokens`, up to `max_completion_length`"
-_OTHER_EOS = "give the tokenizer, or the model's generation config, that EOS token"
-_OWN_CACHE = "the engine has a cache of its own; drop it"
-_OWN_OUTPUT = "the trainer is given ids and their log-probabilities, and no more; drop it"
-_NO_BEAMS = "the engine draws, and does not search; drop it"
+_ONE_EACH = "set `num_generations` of the trainer"
+_OTHER_CUTS = "use `top_p`, `top_k` or `min_p`"
+_NOT_BIASED = "to exclude tokens, use `suppress_tokens` or `bad_words_ids`"
+_LATER_EOS = "set `min_new_tokens`, at most `max_completion_length`"
+_OTHER_EOS = "set this EOS token in the tokenizer or in the model's generation config"
+_OWN_CACHE = "the engine uses its own KV cache; drop it"
+_OWN_OUTPUT = "the trainer receives token ids and their log-probabilities only; drop it"
+_NO_BEAMS = "the engine samples and has no beam search; drop it"
 _INSTEAD = {
-    "temperature": "set the trainer's own `temperature`, by which its loss divides too",
+    "temperature": "set the trainer's own `temperature`, which its loss uses, too",
     "max_new_tokens": "set `max_completion_length`",
     "max_tokens": "set `max_completion_length`",
-    "max_length": "set `max_completion_length`, which does not count the prompt",
-    "min_length": "set `min_new_tokens`, which does not count the prompt",
-    "seed": "set the trainer's own `seed`, from which those of all rows are derived",
-    "do_sample": "the engine draws; set the trainer's `top_k` to 1 for the most likely token",
-    "include_stop_str_in_output": "what completes a stop string stays in the completion; drop it",
-    "bad_words": "give their token ids as `bad_words_ids`",
+    "max_length": "set `max_completion_length`, which excludes the prompt",
+    "min_length": "set `min_new_tokens`, which excludes the prompt",
+    "seed": "set the trainer's own `seed`; every row's seed derives from it",
+    "do_sample": "the engine always samples; for greedy decoding set the trainer's `top_k` to 1",
+    "include_stop_str_in_output": "the stop string always stays in the completion; drop it",
+    "bad_words": "set `bad_words_ids` to their token ids",
     "no_repeat_ngram_size": "set `repetition_penalty` or `frequency_penalty`",
     "ignore_eos": _LATER_EOS,
     "exponential_decay_length_penalty": _LATER_EOS,
-    "begin_suppress_tokens": "name them in `suppress_tokens`, for the whole completion",
-    "structured_outputs": "its text cannot be held to a form; check that in a reward function",
+    "begin_suppress_tokens": "use `suppress_tokens`, which covers the whole completion",
+    "structured_outputs": "check the completion's format in a reward function",
     **dict.fromkeys(("n", "num_return_sequences"), _ONE_EACH),
     **dict.fromkeys(("eos_token_id", "stop_token_ids", "forced_eos_token_id"), _OTHER_EOS),
     **dict.fromkeys(("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"), _OTHER_CUTS),
@@ -76,22 +75,22 @@ _INSTEAD = {
 
 
 def row_sampling(trainer: Any, room: int) -> SamplingParams:
-    """The settings of a supported trainer, with lengths clipped to `room` tokens a completion."""
+    """Settings of a supported trainer, with lengths clipped to `room` tokens per completion."""
     sampling = _sampling(trainer)
     most = min(sampling.max_new_tokens, room)
     return replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))
 
 
 def refused_settings(trainer: Any) -> Iterator[str]:
-    """Why the engine cannot draw as a trainer asks; nothing where it can."""
+    """Yield a reason for each sampling setting that the engine refuses."""
     if trainer.max_completion_length is None:
-        yield "max_completion_length=None; set it to the most tokens that a completion may have"
+        yield "max_completion_length=None; set it to the largest number of tokens per completion"
         return
     if None in trainer.eos_token_ids:
-        yield "its tokenizer has no EOS token; set its `eos_token`"
+        yield "the tokenizer has no EOS token; set its `eos_token`"
         return
     if trainer.temperature == 0:
-        yield "temperature=0, by which its loss divides; set `top_k` to 1 for the most likely token"
+        yield "temperature=0: the loss divides by it; for greedy decoding set `top_k` to 1"
     extra = _extra(trainer)
     for name, value in extra.items():
         if name not in _NAMES:
@@ -99,7 +98,7 @@ def refused_settings(trainer: Any) -> Iterator[str]:
             yield f"{name}={value!r} in generation_kwargs is not supported; {instead}"
     for one, other in combinations(filter(_NAMES.get, extra), 2):
         if _NAMES[one] == _NAMES[other]:
-            yield f"{one} and {other} in generation_kwargs are one setting; drop either"
+            yield f"{one} and {other} in generation_kwargs are one setting; drop one of them"
     try:
         _sampling(trainer)
     except RequestError as error:
@@ -107,7 +106,7 @@ def refused_settings(trainer: Any) -> Iterator[str]:
 
 
 def _extra(trainer: Any) -> dict[str, Any]:
-    """Those of the trainer's `generation_kwargs` that ask for something."""
+    """`generation_kwargs` without entries that have no effect."""
     return {
         name: value
         for name, value in (trainer.args.generation_kwargs or {}).items()
@@ -116,35 +115,33 @@ def _extra(trainer: Any) -> dict[str, Any]:
 
 
 def _sampling(trainer: Any) -> SamplingParams:
-    """What the trainer asks for; `generation_kwargs` win over its own arguments, as in TRL.
+    """The trainer's settings. `generation_kwargs` win over its own arguments, as in TRL.
 
-    The model's generation config is asked for nothing but its EOS tokens, which TRL takes from it.
+    Of the model's generation config only the EOS tokens count, as in TRL.
     """
-    asked = {name: getattr(trainer, name) for name in _OWN}
-    asked |= {
+    fields = {name: getattr(trainer, name) for name in _OWN}
+    fields |= {
         _NAMES[name]: _as_tuples(value) for name, value in _extra(trainer).items() if name in _NAMES
     }
-    if asked.get("stop_strings", ()) != ():
-        strings, tokenizer = asked["stop_strings"], trainer.processing_class
+    if fields.get("stop_strings", ()) != ():
+        strings, tokenizer = fields["stop_strings"], trainer.processing_class
         strings = (strings,) if isinstance(strings, str) else strings
-        asked["stop_strings"] = _stop_strings(tokenizer, len(tokenizer), strings)
+        fields["stop_strings"] = _stop_strings(tokenizer, len(tokenizer), strings)
     return SamplingParams(
         max_new_tokens=trainer.max_completion_length,
         temperature=trainer.temperature,
         eos_token_ids=tuple(trainer.eos_token_ids),
-        **{name: value for name, value in asked.items() if value not in (None, ())},
+        **{name: value for name, value in fields.items() if value not in (None, ())},
     )
 
 
 def _as_tuples(value: Any) -> Any:
-    """A list, and those in it, as tuples."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 @lru_cache(maxsize=2)
 def _stop_strings(tokenizer: Any, vocab_size: int, strings: tuple[str, ...]) -> StopStrings:
-    """Made once for all rows: it takes a while."""
-
+    # Cached: it decodes the whole vocabulary.
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -152,7 +149,7 @@ def _stop_strings(tokenizer: Any, vocab_size: int, strings: tuple[str, ...]) -> 
 
 
 def loss_temperature(model: nn.Module) -> float | None:
-    """What the loss divides logits by, where TRL has patched it into the model's forward."""
+    """The temperature that TRL patched into the model's forward, by which the loss divides."""
     forward = vars(base_of(model)).get("forward")
     if not inspect.ismethod(forward):
         return None
@@ -163,20 +160,20 @@ def loss_temperature(model: nn.Module) -> float | None:
 def announce(
     trainer: Any, before: SamplingParams | None, loss_temperature: float | None = None
 ) -> SamplingParams:
-    """Log and return what a trainer's completions are drawn by; log nothing if it is `before`.
+    """Return the trainer's sampling settings; log them if they differ from `before`.
 
-    Warns where the loss keeps dividing by another temperature, `loss_temperature`.
+    Warn if the loss keeps dividing by another temperature, `loss_temperature`.
     """
     sampling = _sampling(trainer)
     if sampling == before:
         return sampling
     if loss_temperature not in (None, sampling.temperature):
         logger.warning(
-            "completions are drawn at temperature=%s from now on, and the loss still divides by "
-            "%s, which TRL reads once, when a trainer is made: rollouts are no longer on-policy; "
-            "set `temperature` in the arguments of a new trainer",
+            "rollouts use temperature=%s from now on, but the loss still divides by %s: TRL reads "
+            "the temperature once, when the trainer is constructed. Training is now off-policy. To "
+            "change the temperature, set it in the arguments of a new trainer",
             sampling.temperature,
             loss_temperature,
         )
-    logger.info("completions are drawn by %s", sampling)
+    logger.info("rollouts use %s", sampling)
     return sampling

@@ -1,7 +1,7 @@
-"""Where each trainer of TRL takes its rollouts from, and what it sets when it means to.
+"""Where the generator plugs into each of TRL's trainers.
 
-A trainer that is built with `use_vllm=True` sets some attributes besides `vllm_generation`. The
-table says which, so that a trainer that was built without can be given them later.
+A trainer built with `use_vllm=True` sets more attributes than `vllm_generation`. `SEAMS` lists
+them, so that `attach` can set them on a trainer built without it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import trl
 from rollout.errors import UnsupportedTrainer
 
 _NEEDED = ("use_vllm", "accelerator", "processing_class", "args", "state", "_metrics")
-# What some trainers have no setting for, and do as if it were this.
+# Settings that some trainers lack, and the values that describe what they do.
 _ABSENT = {
     "min_p": None,
     "repetition_penalty": 1.0,
@@ -29,21 +29,13 @@ _ABSENT = {
 
 @dataclass(frozen=True)
 class Seam:
-    """One trainer's part in the contract.
+    """What `attach` needs to know of one trainer class."""
 
-    Attributes:
-        sets: From the trainer's arguments: what its own `if self.use_vllm:` constructor block sets.
-        generates: The method that makes all rollouts of one batch, over all its turns.
-        scores: The method whose result holds log-probabilities of rollout and trainer, if any.
-        reads_ids: Looks up each token's log-probability by its id.
-        patches: Its loss divides logits by the temperature that it has patched the model with.
-    """
-
-    sets: Callable[[Any], dict[str, Any]]
-    generates: str = "_generate"
-    scores: str | None = None
-    reads_ids: bool = False
-    patches: bool = False
+    sets: Callable[[Any], dict[str, Any]]  # arguments -> attributes that `use_vllm=True` adds
+    generates: str = "_generate"  # the method that generates one batch, with all its turns
+    scores: str | None = None  # the method that returns log-probabilities of rollout and trainer
+    reads_ids: bool = False  # the trainer looks up each log-probability by its token id
+    patches: bool = False  # the trainer patches the model's forward to divide by the temperature
 
 
 def _loads_each_step(args: Any) -> dict[str, Any]:
@@ -75,35 +67,31 @@ SEAMS = {
 
 
 def find_seam(trainer: Any) -> Seam:
-    """The table's row for a trainer, or for the class of TRL that it derives from.
+    """The seam of the trainer's class, or of the first TRL class that it derives from.
 
     Raises:
-        UnsupportedTrainer: There is none, or the trainer lacks what the row says it has.
+        UnsupportedTrainer: `SEAMS` has no such class, or the trainer lacks an attribute.
     """
     name = type(trainer).__name__
-    seam = next((SEAMS[base] for base in _trl_bases(trainer) if base in SEAMS), None)
+    bases = [b.__name__ for b in type(trainer).__mro__ if b.__module__.partition(".")[0] == "trl"]
+    seam = next((SEAMS[base] for base in bases if base in SEAMS), None)
     if seam is None:
-        missing = "is not" if hasattr(trainer, "use_vllm") else "has no `use_vllm`, so it is not"
+        reason = "it" if hasattr(trainer, "use_vllm") else "it has no `use_vllm`, so it"
         raise UnsupportedTrainer(
-            f"{name} cannot take its rollouts from the engine: it {missing} among the trainers "
-            f"that can: {', '.join(SEAMS)}"
+            f"{name} cannot use the engine: {reason} is not among the supported trainers: "
+            f"{', '.join(SEAMS)}"
         )
     for attribute in (*_NEEDED, seam.generates, *filter(None, [seam.scores])):
         if not hasattr(trainer, attribute):
             raise UnsupportedTrainer(
-                f"{name} of TRL {trl.__version__} has no `{attribute}`, which the engine needs to "
-                "give it rollouts; call `super().__init__` first, or install a TRL that has it"
+                f"{name} of TRL {trl.__version__} has no `{attribute}`, which the engine needs; "
+                "call `super().__init__` first, or install a TRL version that has it"
             )
     return seam
 
 
-def _trl_bases(trainer: Any) -> list[str]:
-    bases = type(trainer).__mro__
-    return [base.__name__ for base in bases if base.__module__.partition(".")[0] == "trl"]
-
-
 class _FirstOf:
-    """Attributes of the first of several objects that has them."""
+    """Reads each attribute from the first of several objects that has it."""
 
     def __init__(self, *owners: Any) -> None:
         self._owners = owners
@@ -116,10 +104,9 @@ class _FirstOf:
 
 
 def settings_of(trainer: Any) -> Any:
-    """A trainer's settings under `GRPOTrainer`'s names, wherever its own class keeps them.
+    """A live view of a trainer's settings under `GRPOTrainer`'s names.
 
-    Some trainers keep a setting in their arguments alone, some have none. Nothing is copied: what
-    the user changes on the trainer is seen.
+    Some trainers keep a setting only in their arguments, some lack it. Later changes show.
     """
     absent = SimpleNamespace(**_ABSENT, eos_token_ids=_eos_token_ids(trainer))
     arguments = SimpleNamespace(args=_FirstOf(trainer.args, absent))
@@ -127,7 +114,7 @@ def settings_of(trainer: Any) -> Any:
 
 
 def _eos_token_ids(trainer: Any) -> list[int]:
-    """What ends a completion where a trainer leaves that to vLLM: ids of model and tokenizer."""
+    """EOS ids of tokenizer and model, as vLLM collects them for a trainer that sets none."""
     ids = getattr(getattr(trainer.model, "generation_config", None), "eos_token_id", None)
     ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     own = getattr(trainer.processing_class, "eos_token_id", None)

@@ -1,4 +1,4 @@
-"""Which trainers the generator refuses, and the sentence for each."""
+"""Refuses trainers and settings that the generator cannot serve; each error says what to change."""
 
 import inspect
 from collections.abc import Iterator
@@ -19,31 +19,23 @@ _SEAM = ("prompts", "images", "num_generations", "profiler")
 
 
 def check_trl() -> None:
-    """Refuse a TRL whose generation seam is not known.
-
-    Raises:
-        UnsupportedTrainer: The version was never tested, or the seam has moved.
-    """
+    """Raise UnsupportedTrainer if TRL is untested or calls its generator with other arguments."""
     version = Version(trl.__version__)
     if f"{version.major}.{version.minor}" not in TESTED_TRL:
         raise UnsupportedTrainer(
-            f"TRL {version} is unknown to this version of twinslot, which was tested with "
-            f"{' and '.join(TESTED_TRL)}; install one of them, or a newer twinslot"
+            f"TRL {version} is not tested with this version of twinslot; install TRL "
+            f"{' or '.join(TESTED_TRL)}, or a newer twinslot"
         )
     parameters = tuple(inspect.signature(VLLMGeneration.generate).parameters)[1:]
     if parameters != _SEAM:
         raise UnsupportedTrainer(
-            f"TRL {version} calls its generator with {parameters}, and twinslot knows {_SEAM}; "
-            f"install TRL {' or '.join(TESTED_TRL)}"
+            f"TRL {version} calls its generator with {parameters}, but twinslot expects {_SEAM}; "
+            f"install an unmodified TRL {' or '.join(TESTED_TRL)}"
         )
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse a constructed TRL trainer whose rollouts would not be what it asks for.
-
-    Raises:
-        UnsupportedTrainer: The reason, and the way out.
-    """
+    """Raise UnsupportedTrainer for a constructed TRL trainer that the engine cannot serve."""
     check_trl()
     find_seam(trainer)
     for reason in _reasons(settings_of(trainer)):
@@ -54,25 +46,22 @@ def _reasons(trainer: Any) -> Iterator[str]:
     args = trainer.args
     if trainer.use_vllm or args.use_vllm or args.use_transformers_continuous_batching:
         yield (
-            "it has another generator; drop `use_vllm`, `use_transformers_continuous_batching` "
-            "and generators attached before"
+            "it already has a generator; drop `use_vllm`, `use_transformers_continuous_batching` "
+            "and any generator attached before"
         )
     if trainer._is_vlm:
-        yield "its model takes images; the engine takes text alone"
+        yield "its model takes images; the engine runs text-only models"
     if args.vllm_structured_outputs_regex is not None:
         yield "structured outputs (`vllm_structured_outputs_regex`) are not supported; drop it"
     if trainer.loss_type == "vespo" and trainer.vllm_importance_sampling_correction:
-        yield from _vespo_reasons(trainer.vllm_importance_sampling_mode)
+        mode = trainer.vllm_importance_sampling_mode
+        if not mode.startswith("token"):
+            yield (
+                f"vllm_importance_sampling_mode={mode!r} does not work with the VESPO loss; set "
+                "'token_truncate', 'token_mask' or `vllm_importance_sampling_correction=False`"
+            )
     yield from refused_settings(trainer)
     yield from _parallelism_reasons(trainer.accelerator)
-
-
-def _vespo_reasons(mode: str) -> Iterator[str]:
-    if not mode.startswith("token"):
-        yield (
-            "the VESPO loss needs `vllm_importance_sampling_mode` token_truncate or token_mask, or "
-            "`vllm_importance_sampling_correction=False`"
-        )
 
 
 def _parallelism_reasons(accelerator: Any) -> Iterator[str]:
@@ -81,23 +70,23 @@ def _parallelism_reasons(accelerator: Any) -> Iterator[str]:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         yield from _deepspeed_reasons(accelerator.state.deepspeed_plugin.deepspeed_config)
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
-        yield "MEGATRON_LM splits the weights after construction; use FSDP2, ZeRO or DDP"
+        yield "MEGATRON_LM splits the weights after construction; use DDP, FSDP2 or ZeRO"
     if accelerator.mixed_precision == "fp8":
         yield "mixed_precision='fp8' is not supported; use bf16"
     parallelism = accelerator.parallelism_config
     for kind in ("tp", "cp", "sp"):
         if getattr(parallelism, f"{kind}_size", 1) > 1:
-            yield f"{kind}_size > 1 splits each sequence or layer over GPUs; use DDP"
+            yield f"{kind}_size > 1 splits sequences or layers over GPUs; use DDP"
 
 
 def _fsdp_reasons(plugin: Any) -> Iterator[str]:
     if plugin.fsdp_version != 2:
-        yield "FSDP1 flattens parameters, which hides them; use FSDP2 (`fsdp_version: 2`) or DDP"
+        yield "FSDP1 flattens parameters; use FSDP2 (`fsdp_version: 2`) or DDP"
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         yield "FSDP keeps its parameters on the CPU; drop `fsdp_offload_params`"
     if plugin.activation_checkpointing:
         yield (
-            "`fsdp_activation_checkpointing` wraps layers of the model; use the trainer's "
+            "`fsdp_activation_checkpointing` wraps the model's layers; use the trainer's "
             "`gradient_checkpointing` instead"
         )
 
@@ -107,8 +96,8 @@ def _deepspeed_reasons(config: dict[str, Any]) -> Iterator[str]:
     if (zero.get("offload_param") or {}).get("device", "none") != "none":
         yield "ZeRO-3 keeps its parameters off the GPU; drop `offload_param`"
     if zero.get("zero_quantized_weights"):
-        yield "`zero_quantized_weights` rounds what ranks tell each other; drop it"
+        yield "`zero_quantized_weights` rounds the weights that ranks gather; drop it"
     if config.get("torch_autocast", {}).get("enabled"):
-        yield "DeepSpeed's `torch_autocast` was not tried; use `bf16` instead"
+        yield "DeepSpeed's `torch_autocast` is not tested; use `bf16` instead"
     if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
         yield "`autotp_size` > 1 splits each layer over GPUs; use ZeRO or DDP"

@@ -1,1 +1,1 @@
-"""What a rollout adds to the trainer's logs, terminal and output folder."""
+"""Reports rollouts in the trainer's logs, terminal and output folder."""

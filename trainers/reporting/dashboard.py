@@ -1,4 +1,4 @@
-"""`python -m trainers.reporting.dashboard`: W&B panels for what a training logs of its rollouts."""
+"""`python -m trainers.reporting.dashboard` adds W&B panels for the rollout metrics of a project."""
 
 import argparse
 import sys
@@ -7,14 +7,10 @@ from rollout.errors import ConfigError
 
 X = "train/global_step"
 
-# Section -> panel -> metrics as the trainer logs them; W&B has them under `train/`.
+# Section -> panel -> metrics as the trainer logs them. In W&B they are below `train/`.
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Rollout speed": {
-        "tokens/s": (
-            "rollout/effective_tok_s",
-            "rollout/tok_s_per_gpu",
-            "rollout/generated_tok_s",
-        ),
+        "tokens/s": ("rollout/effective_tok_s", "rollout/tok_s_per_gpu", "rollout/generated_tok_s"),
         "share of a step": ("rollout/step_share",),
         "used of the GPU": ("rollout/gpu_busy", "rollout/mbu", "rollout/mfu"),
         "seconds": ("rollout/duration_s",),
@@ -54,11 +50,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "policy version": ("rollout/policy_version",),
     },
     "Rollout memory": {
-        "KV pages": (
-            "rollout/kv_pages_used",
-            "rollout/kv_pages_shared",
-            "rollout/kv_pages_free",
-        ),
+        "KV pages": ("rollout/kv_pages_used", "rollout/kv_pages_shared", "rollout/kv_pages_free"),
         "GiB": (
             "rollout/kv_mapped_gib",
             "rollout/released_gib",
@@ -83,7 +75,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Panel -> picture that traced rollouts leave; see `reporting/traces.py`.
+# Panel -> picture that a traced rollout writes; see `reporting/traces.py`.
 PICTURES = {
     "host and device": "rollout/timeline",
     "rows and speed": "rollout/progress",
@@ -92,15 +84,14 @@ PICTURES = {
 
 
 def _logged(metric: str) -> str:
-    """A metric's name in W&B: TRL logs its timings itself, past the trainer's prefix."""
+    # TRL sends its own timings to W&B without the prefix.
     return metric if metric.startswith("profiling/") else f"train/{metric}"
 
 
 def save(project: str, entity: str | None = None) -> str:
-    """Lay the panels out in a W&B project; returns the address.
+    """Add the panels to a W&B project as a workspace and return its URL.
 
     Args:
-        project: Its name.
         entity: User or team; `None`: the default of the account that is logged in.
 
     Raises:
@@ -111,7 +102,7 @@ def save(project: str, entity: str | None = None) -> str:
         from wandb_workspaces.workspaces import Section, Workspace
     except ImportError as error:
         raise ConfigError(
-            "the panels need wandb-workspaces: pip install 'twinslot[dashboard]'"
+            "wandb-workspaces is not installed: pip install 'twinslot[dashboard]'"
         ) from error
     panels = {
         name: [
@@ -124,8 +115,12 @@ def save(project: str, entity: str | None = None) -> str:
         MediaBrowser(title=title, media_keys=[f"train/{picture}"])
         for title, picture in PICTURES.items()
     ]
+    if not entity:
+        import wandb  # here: needs an account
+
+        entity = str(wandb.Api().default_entity)
     workspace = Workspace(
-        entity=entity or _default_entity(),
+        entity=entity,
         project=project,
         name="Rollouts",
         sections=[Section(name=n, panels=each, is_open=True) for n, each in panels.items()],
@@ -133,21 +128,11 @@ def save(project: str, entity: str | None = None) -> str:
     return str(workspace.save().url)
 
 
-def _default_entity() -> str:
-    import wandb  # needs an account
-
-    return str(wandb.Api().default_entity)
-
-
 def main(arguments: list[str]) -> None:
-    """Read the command line, and lay the panels out in W&B.
-
-    Raises:
-        ConfigError: wandb-workspaces is not installed.
-    """
+    """Parse the command line, add the panels and print the workspace's URL."""
     parser = argparse.ArgumentParser(prog="python -m trainers.reporting.dashboard")
-    parser.add_argument("--project", required=True, help="W&B project to lay the panels out in")
-    parser.add_argument("--entity", help="user or team of the project")
+    parser.add_argument("--project", required=True, help="W&B project that gets the panels")
+    parser.add_argument("--entity", help="user or team of the project; default: your account's")
     options = parser.parse_args(arguments)
     sys.stdout.write(f"{save(options.project, options.entity)}\n")
 
@@ -155,5 +140,5 @@ def main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except ConfigError as error:  # its message says what to do, and a traceback hides it
+    except ConfigError as error:  # no traceback: the message says what to do
         sys.exit(f"{type(error).__name__}: {error}")

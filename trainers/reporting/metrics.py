@@ -1,7 +1,7 @@
-"""Rollout numbers in the trainer's own logs, on the trainer's step.
+"""Adds rollout metrics to the trainer's own logs, at the trainer's step.
 
-TRL averages what stands in `trainer._metrics[mode]`, prefixes `eval_` in evaluation, and sends
-it to W&B, TensorBoard or trackio with its other metrics.
+TRL averages the values in `trainer._metrics[mode]`, adds the prefix `eval_` in evaluation and sends
+them to W&B, TensorBoard or trackio with its own metrics.
 """
 
 from typing import Any
@@ -14,18 +14,14 @@ from rollout.errors import RolloutError
 from rollout.telemetry.stats import RolloutStats
 
 _SAMPLED_ROWS = 2
-# Positions in a completion: drift grows with them, and a mean over all would not show where.
+# Positions in a completion. Drift grows with the position; one mean over all would hide that.
 _BUCKETS = {"0-1K": (0, 1024), "1-4K": (1024, 4096), "4-16K": (4096, 16384), "16K+": (16384, None)}
 
 
 def rollout_metrics(stats: RolloutStats) -> dict[str, float]:
-    """What one rollout did. Pages are those of its tightest moment.
+    """Metrics of one rollout by name, without its times; trainers/README.md has meanings and units.
 
-    Args:
-        stats: Its counts and times.
-
-    Returns:
-        Metrics by name: tokens and rows as counts, `finished/` as shares of the rows.
+    Page counts are from the moment of the rollout when most pages were in use.
     """
     metrics = {
         "rollout/generated_tok_s": stats.tokens_per_s,
@@ -67,12 +63,12 @@ def _length_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def time_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Where a rollout's time went, as shares that add up to 1; `TimeShares` defines them."""
+    """Shares of a rollout's time, which add up to 1; `TimeShares` defines them."""
     return {f"rollout/time/{part}": share for part, share in stats.time_shares.items()}
 
 
 def summary(stats: RolloutStats) -> str:
-    """One line: rows, tokens, seconds, tokens/s, lengths, and where the time went."""
+    """The line that the terminal shows after a rollout."""
     lengths = stats.lengths or [0]
     return (
         f"rollout: {len(stats.lengths)} rows, {stats.generated_tokens:,} tokens, "
@@ -83,19 +79,18 @@ def summary(stats: RolloutStats) -> str:
 
 
 def gap_metrics(trainer: Any, scored: dict[str, Any], *, sample: bool) -> dict[str, float]:
-    """How far the trainer's log-probabilities are from the rollout's, over all ranks.
+    """Gaps between the trainer's log-probabilities and the rollout's, in nats, over all ranks.
 
     Args:
-        trainer: The TRL trainer.
-        scored: What `_generate_and_score_completions` returned.
-        sample: Where the trainer has not computed its own, compute those of a few rows.
+        scored: The result of `_generate_and_score_completions`.
+        sample: If the trainer did not compute log-probabilities, compute those of 2 rows here.
 
     Returns:
-        Metrics by name; none where there is nothing to compare.
+        Metrics by name; empty if there is nothing to compare.
 
     Raises:
-        RolloutError: Another rank could not compute those of its rows. What this one met, if it
-            could not.
+        RolloutError: Another rank could not compute log-probabilities. If this rank could not, its
+            own error is raised.
     """
     sampled, trained = scored.get("sampling_per_token_logps"), scored.get("old_per_token_logps")
     if sampled is None or (trained is None and not sample):
@@ -106,7 +101,7 @@ def gap_metrics(trainer: Any, scored: dict[str, Any], *, sample: bool) -> dict[s
         sampled, mask = sampled[:_SAMPLED_ROWS], mask[:_SAMPLED_ROWS]
         try:
             trained = _trainers_logps(trainer, scored)
-        except Exception as error:  # of this rank alone, perhaps: the others wait for its numbers
+        except Exception as error:  # raised after the gather, in which the other ranks wait
             trained, failure = sampled, error
     difference = (trained - sampled) * mask
     metrics = _drift(trainer, difference.abs(), mask, failure)
@@ -116,16 +111,22 @@ def gap_metrics(trainer: Any, scored: dict[str, Any], *, sample: bool) -> dict[s
 
 
 def _drift(trainer: Any, gaps: Tensor, mask: Tensor, failure: Exception | None) -> dict[str, float]:
-    """Mean and largest distance, and the mean by position; raises if any rank has failed.
+    """Mean gap, largest gap and mean gap by position; raises if any rank failed.
 
-    Where no rank has a token that counts there are none: 0 would say that all of them agree.
+    Empty if no rank has a token to compare: a gap of 0 would claim that the two sides agree.
     """
     columns = [gaps.sum(0), mask.sum(0)]
     sums = [column[first:last].sum() for column in columns for first, last in _BUCKETS.values()]
     failed = torch.full_like(gaps.max(), failure is not None)
     ranks = _gather(trainer, [*sums, gaps.max(), failed])
     *totals, _, num_failed = ranks.sum(0).tolist()
-    _check_computed(failure, num_failed)
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise RolloutError(
+            "log-probabilities of a rollout's first rows could not be computed on "
+            f"{num_failed:.0f} other rank(s); see their errors"
+        )
     distances, tokens = totals[: len(_BUCKETS)], totals[len(_BUCKETS) :]
     if not sum(tokens):
         return {}
@@ -139,18 +140,8 @@ def _drift(trainer: Any, gaps: Tensor, mask: Tensor, failure: Exception | None) 
     return metrics
 
 
-def _check_computed(failure: Exception | None, num_failed: float) -> None:
-    if failure is not None:
-        raise failure
-    if num_failed:
-        raise RolloutError(
-            "log-probabilities of a rollout's first rows could not be computed on "
-            f"{num_failed:.0f} other rank(s); see their errors"
-        )
-
-
 def _raw_ratio(trainer: Any, difference: Tensor, mask: Tensor) -> dict[str, float]:
-    """TRL's importance ratios before it clips or masks them: its own metrics show them after."""
+    """TRL's importance ratios before clipping and masking; TRL logs them only after."""
     if trainer.vllm_importance_sampling_mode.startswith("sequence"):
         difference, mask = difference.sum(1), torch.ones_like(mask[:, 0])
     ratios = difference.exp() * mask
@@ -163,7 +154,7 @@ def _raw_ratio(trainer: Any, difference: Tensor, mask: Tensor) -> dict[str, floa
 
 
 def _gather(trainer: Any, values: list[Tensor]) -> Tensor:
-    """A row of numbers from each rank."""
+    """Gather one row of numbers per rank: float32 [ranks, values], on the CPU."""
     local = torch.stack([value.float() for value in values])[None]
     gathered: Tensor = trainer.accelerator.gather(local)
     return gathered.cpu()
@@ -171,7 +162,7 @@ def _gather(trainer: Any, values: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _trainers_logps(trainer: Any, scored: dict[str, Any]) -> Tensor:
-    """The trainer's own log-probabilities of the first rows, by its own method."""
+    """Log-probabilities of the first rows, computed by the trainer's own method."""
     names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
     prompts, completions, *masks = (scored[name][:_SAMPLED_ROWS] for name in names)
     ids, mask = torch.cat([prompts, completions], dim=1), torch.cat(masks, dim=1)
@@ -183,12 +174,7 @@ def _trainers_logps(trainer: Any, scored: dict[str, Any]) -> Tensor:
 
 
 def log_metrics(trainer: Any, metrics: dict[str, float]) -> None:
-    """Log numbers with the trainer's next ones, as training's or evaluation's.
-
-    Args:
-        trainer: The TRL trainer.
-        metrics: Metrics by name.
-    """
+    """Add metrics to the trainer's next log entry, for training or evaluation."""
     mode = "train" if trainer.model.training else "eval"
     for name, value in metrics.items():
         trainer._metrics[mode][name].append(value)

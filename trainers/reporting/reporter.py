@@ -1,4 +1,4 @@
-"""What the trainer's logs, its terminal and its folder are told of each rollout."""
+"""Reports each rollout: metrics, a line and a bar on the terminal, traces."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,13 +16,10 @@ from trainers.reporting.traces import Traces
 from trainers.reporting.utilisation import Utilisation
 
 
-class Watch:
-    """Watches the rollouts of one trainer, until it is closed.
+class Reporter:
+    """Reports the rollouts of one trainer until `close`; adds two callbacks to the trainer.
 
-    Args:
-        trainer: The TRL trainer.
-        engine: Its engine, which has not run yet.
-        config: What its generator was given.
+    Create it before the engine's first rollout: `Utilisation` measures the GPU's bandwidth.
     """
 
     def __init__(self, trainer: Any, engine: RolloutEngine, config: RolloutConfig) -> None:
@@ -30,13 +27,13 @@ class Watch:
         self._utilisation = Utilisation(engine)
         self._clock, self._traces = StepClock(trainer), Traces(trainer, engine, config)
         self._terminal = Terminal(trainer)
-        self._unrested = list[RolloutStats]()
+        self._untimed = list[RolloutStats]()  # rollouts that `log_times` has not seen
         for callback in (self._clock, self._traces):
             trainer.add_callback(callback)
 
     @contextmanager
     def rollout(self, num_rows: int, most_tokens: int) -> Iterator[None]:
-        """A rollout of so many rows, the longest of so many new tokens, runs inside."""
+        """Trace and show the rollout that runs inside. `most_tokens`: largest limit of a row."""
         self._clock.begin()
         with ExitStack() as inside:
             inside.enter_context(self._traces.recording())
@@ -44,37 +41,35 @@ class Watch:
                 inside.enter_context(progress(self._engine, num_rows, most_tokens))
             yield
 
-    def rolled_out(
+    def log_rollout(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     ) -> None:
-        """Log a rollout, whose tokens are yet to be `counted`.
+        """Log the metrics of the engine's last rollout, except its times.
 
-        Args:
-            prompts: Of the rows that this process has generated.
-            completions: Theirs.
+        `prompts` and `completions` are those of the rows that this rank generated.
         """
         stats = self._engine.stats
         lengths = [len(completion.token_ids) for completion in completions]
         log_metrics(self._trainer, rollout_metrics(stats))
         log_metrics(self._trainer, self._utilisation.metrics(stats, prompts, lengths))
-        self._unrested.append(stats)
+        self._untimed.append(stats)
 
-    def counted(self, num_tokens: int) -> None:
-        """Tokens of all processes have been generated in this step."""
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count tokens of all ranks towards the step's tokens/s."""
         self._clock.count(num_tokens=num_tokens)
 
-    def rested(self) -> None:
-        """Log where the time of the rollouts went, now that their memory is where it stays."""
-        for stats in self._unrested:
+    def log_times(self) -> None:
+        """Log the time shares of the finished rollouts. Call it after the engine's `sleep`."""
+        for stats in self._untimed:
             self._clock.count(seconds=stats.whole_s)
             log_metrics(self._trainer, time_metrics(stats))
             if stats.sleep_s:
                 log_metrics(self._trainer, {"rollout/sleep_ms": stats.sleep_s * 1e3})
             self._terminal.print(summary(stats))
-        self._unrested.clear()
+        self._untimed.clear()
 
     def close(self) -> None:
-        """Leave what has been recorded, and the trainer alone."""
+        """Write the last trace and remove the callbacks from the trainer."""
         self._traces.save()
         self._terminal.close()
         for callback in (self._clock, self._traces):

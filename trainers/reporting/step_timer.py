@@ -1,4 +1,4 @@
-"""How much of a trainer's steps is spent generating."""
+"""Measures which share of a trainer's steps is spent generating."""
 
 import time
 from collections import defaultdict
@@ -12,14 +12,13 @@ from trainers.reporting.metrics import log_metrics
 
 @dataclass
 class _Steps:
-    """Steps that were not logged yet: their seconds, and of their rollouts seconds and tokens."""
+    """Sums over the steps since the last one that was logged."""
 
     seconds: float = 0.0
     rollout_s: float = 0.0
-    num_tokens: int = 0
+    num_tokens: int = 0  # of all ranks
 
     def metrics(self, num_processes: int) -> dict[str, float]:
-        """Tokens of all processes over a step's seconds, and the rollouts' share of those."""
         tokens_per_s = self.num_tokens / self.seconds
         return {
             "rollout/effective_tok_s": tokens_per_s,
@@ -29,56 +28,53 @@ class _Steps:
 
 
 class StepClock(TrainerCallback):
-    """Measures steps, and logs on each that generated what its rollouts are to the whole.
+    """Logs tokens/s and the rollouts' share of the time for each step that generated.
 
-    A step lasts from its beginning to the end of the optimizer's, so that logging, saving and
-    evaluating between two of them do not count; steps that train on completions of an earlier one
-    count to the next that generates. In evaluation a step is a batch.
-
-    Args:
-        trainer: The TRL trainer.
+    A step ends with the optimizer's step: logging, saving and evaluating between steps do not
+    count. A step that reuses completions counts towards the next step that generates. In evaluation
+    each batch is a step.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._num_processes = trainer.accelerator.num_processes
-        self._began: float | None = None
-        # By mode: an evaluation comes between a step that did not generate and the next that does.
+        self._start_s: float | None = None
+        # By training mode: an evaluation may run between two steps whose times belong together.
         self._steps = defaultdict[bool, _Steps](_Steps)
 
     def begin(self) -> None:
-        """A rollout begins, and with it the step, unless that has."""
-        if self._began is None:
-            self._began = time.perf_counter()
+        """Start a step with its rollout, unless the trainer has already started it."""
+        if self._start_s is None:
+            self._start_s = time.perf_counter()
 
     def count(self, num_tokens: int = 0, seconds: float = 0.0) -> None:
-        """Count of a rollout tokens of all processes, or seconds of this one."""
+        """Add a rollout's tokens of all ranks, or its seconds on this rank."""
         steps = self._steps[self._trainer.model.training]
         steps.num_tokens += num_tokens
         steps.rollout_s += seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Forget a step that an error or an interrupt has ended: its seconds are not known."""
-        self._began = None
+        """Drop a step that an error or an interrupt ended: its duration is unknown."""
+        self._start_s = None
         self._steps.clear()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Begin a training step."""
-        self._began = time.perf_counter()
+        """Start a training step."""
+        self._start_s = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """End it."""
+        """End a training step."""
         self._end()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """End a batch of an evaluation."""
+        """End an evaluation batch."""
         self._end()
 
     def _end(self) -> None:
-        if self._began is None:
+        if self._start_s is None:
             return
         mode = self._trainer.model.training
-        self._steps[mode].seconds += time.perf_counter() - self._began
-        self._began = None
+        self._steps[mode].seconds += time.perf_counter() - self._start_s
+        self._start_s = None
         if self._steps[mode].num_tokens:
             log_metrics(self._trainer, self._steps.pop(mode).metrics(self._num_processes))

@@ -1,4 +1,4 @@
-"""What a terminal shows of a rollout: one line, in place of every metric in TRL's dictionary."""
+"""Prints one line per rollout instead of every rollout metric in TRL's dictionary."""
 
 import logging
 from collections.abc import Callable
@@ -11,19 +11,16 @@ from trl import RichProgressCallback
 
 logger = logging.getLogger(__name__)
 
-# By exact type: a callback that a user derives from these shows what the user wants.
+# Exact types only: a subclass is the user's own and prints what the user wants.
 _PRINTERS = (PrinterCallback, ProgressCallback, RichProgressCallback)
 _OURS = ("rollout/", "eval_rollout/", "sampling/raw_", "eval_sampling/raw_")
 
 
 class Terminal:
-    """Keeps rollout metrics out of what the trainer prints, and prints lines instead.
+    """Removes rollout metrics from the trainer's printed logs and prints lines instead.
 
-    The metrics still go to W&B, TensorBoard and `trainer.state.log_history`.
-
-    Args:
-        trainer: A TRL trainer. If it has none of the stock callbacks that print, lines are logged
-            at INFO instead.
+    The metrics still go to W&B, TensorBoard and `trainer.state.log_history`. If the trainer has
+    none of the stock printing callbacks, lines are logged at INFO instead.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -34,14 +31,14 @@ class Terminal:
         self._is_main = trainer.accelerator.is_main_process
 
     def print(self, line: str) -> None:
-        """Print a line above the bars, on the main process."""
+        """Print a line above the progress bars, in the main process only."""
         if self._is_main and self._printers:
             tqdm.write(line)
         elif self._is_main:
             logger.info(line)
 
     def close(self) -> None:
-        """Let the trainer print all that it logs."""
+        """Restore the trainer's printing callbacks."""
         for callback in self._printers:
             del callback.on_log
         self._printers = []

@@ -1,6 +1,6 @@
-"""What traced rollouts leave: a timeline, pictures, and a trace for Perfetto.
+"""Writes a Perfetto trace and three pictures for each traced rollout.
 
-They go to `rollouts/` in the trainer's `output_dir`, and the pictures to its W&B run, on its step.
+Files go to `rollouts/` in the trainer's `output_dir`; pictures also go to its W&B run.
 """
 
 import json
@@ -21,40 +21,33 @@ from trainers.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
-_PICTURE_S = 0.05  # of a timeline: in more, its steps would run into each other
+_PICTURE_S = 0.05  # seconds that a timeline shows; more would blur its steps
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """One rollout, in the trainer's step `step`."""
-
-    step: int
+    step: int  # the trainer's
     timeline: Timeline
     lengths: list[int]
 
 
 class Traces(TrainerCallback):
-    """Records rollouts of a training as `RolloutConfig.trace` says, on the main process.
-
-    Args:
-        trainer: The TRL trainer.
-        engine: Its engine.
-        config: What its generator was given.
+    """Records training rollouts in the main process, as `RolloutConfig.trace` says.
 
     Raises:
-        ConfigError: Rollouts are to be recorded, and matplotlib is not installed.
+        ConfigError: `trace` is not "off" and matplotlib is not installed.
     """
 
     def __init__(self, trainer: Any, engine: RolloutEngine, config: RolloutConfig) -> None:
         self._trainer, self._engine, self._config = trainer, engine, config
         self._num_seen, self._step = 0, -1
-        self._kept: _Traced | None = None
+        self._unsaved: _Traced | None = None
         if config.trace != "off":
             open_pyplot()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the rollout inside, if it is one of those."""
+        """Record the rollout that runs inside, if `trace` selects it."""
         if not self._is_due():
             yield
             return
@@ -62,7 +55,7 @@ class Traces(TrainerCallback):
         with self._engine.observing(tracer):
             yield
         step = self._trainer.state.global_step + 1
-        self._kept = _Traced(step, tracer.timeline, list(self._engine.stats.lengths))
+        self._unsaved = _Traced(step, tracer.timeline, list(self._engine.stats.lengths))
         if self._config.trace_period:
             self.save()
 
@@ -70,7 +63,7 @@ class Traces(TrainerCallback):
         config, trainer = self._config, self._trainer
         if config.trace == "off" or not trainer.model.training:
             return False
-        # Turns of a tool loop are in one step, and would take each other's files.
+        # All turns of a tool loop run in one step and would overwrite each other's files.
         step, self._step = self._step, trainer.state.global_step
         if self._step == step:
             return False
@@ -79,44 +72,43 @@ class Traces(TrainerCallback):
         return trainer.accelerator.is_main_process and (self._num_seen - 1) % period == 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Leave the last rollout."""
+        """Write the last trace."""
         self.save()
 
     def save(self) -> None:
-        """Write what has been recorded and not been written yet; the training goes on if not."""
-        kept, self._kept = self._kept, None
-        if kept is None or not kept.lengths:
+        """Write the recorded rollout that is not written yet. An error only logs a warning."""
+        traced, self._unsaved = self._unsaved, None
+        if traced is None or not traced.lengths:
             return
         try:
-            self._write(kept)
-        except Exception as error:  # a full disk, a picture that cannot be drawn
-            logger.warning("the trace of step %d could not be written: %s", kept.step, error)
+            self._write(traced)
+        except Exception as error:  # for example a full disk
+            logger.warning("trace of step %d not written; training goes on: %s", traced.step, error)
 
-    def _write(self, kept: _Traced) -> None:
+    def _write(self, traced: _Traced) -> None:
         folder = Path(self._trainer.args.output_dir) / "rollouts"
         folder.mkdir(parents=True, exist_ok=True)
-        stem = f"step-{kept.step:06}"
-        trace = json.dumps(chrome_trace(kept.timeline))
+        stem = f"step-{traced.step:06}"
+        trace = json.dumps(chrome_trace(traced.timeline))
         (folder / f"{stem}.json").write_text(trace, encoding="utf-8")
         names = ("timeline", "progress", "lengths")
         pictures = {name: folder / f"{stem}-{name}.png" for name in names}
-        decoding = kept.timeline.decoding()
-        shown = decoding if decoding.on("compute") else kept.timeline
-        title = f"step {kept.step}, {_PICTURE_S * 1e3:.0f} ms from its middle"
+        decoding = traced.timeline.decoding()
+        shown = decoding if decoding.on("compute") else traced.timeline
+        title = f"step {traced.step}, {_PICTURE_S * 1e3:.0f} ms from its middle"
         draw({title: shown.middle(_PICTURE_S)}, pictures["timeline"])
-        draw_progress(kept.timeline, pictures["progress"])
-        draw_lengths(kept.lengths, pictures["lengths"])
-        self._send(pictures, kept.step)
+        draw_progress(traced.timeline, pictures["progress"])
+        draw_lengths(traced.lengths, pictures["lengths"])
+        self._send(pictures, traced.step)
 
     def _send(self, pictures: dict[str, Path], step: int) -> None:
-        """Hand the pictures to the trainer's W&B run, if it has one."""
         if "wandb" not in self._trainer.args.report_to:
             return
-        import wandb  # only where the trainer reports to it
+        import wandb  # here: only if the trainer reports to it
 
         if wandb.run is not None:
             images = {f"train/rollout/{n}": wandb.Image(str(p)) for n, p in pictures.items()}
-            # The row is whoever logs next's, as TRL's own timings have many: the step is ours.
+            # Without commit W&B adds this to the next entry logged, so it names its own step.
             wandb.run.log({**images, "train/global_step": step}, commit=False)
 
 
@@ -124,16 +116,11 @@ _BINS = 100
 
 
 def draw_progress(timeline: Timeline, path: Path) -> None:
-    """Draw how many rows were live, and tokens a second, over a rollout.
-
-    Args:
-        timeline: Of the whole rollout.
-        path: Picture to write.
-    """
+    """Draw live rows and tokens/s over a whole rollout, as a picture at `path`."""
     batches = timeline.on("compute")
     rows = np.array([batch.num_rows for batch in batches])
     stops = np.array([batch.stop_s for batch in batches]) - batches[0].start_s
-    # Several steps a bin: in fewer, whole tokens would beat against its edges.
+    # At least 10 steps per bin: with fewer, neighbouring bins differ by a whole step's tokens.
     num_bins = max(1, min(_BINS, len(batches) // 10))
     tokens, edges = np.histogram(stops, num_bins, (0, stops.max()), weights=rows)
     pyplot = open_pyplot()
@@ -149,14 +136,9 @@ def draw_progress(timeline: Timeline, path: Path) -> None:
 
 
 def draw_lengths(lengths: Sequence[int], path: Path) -> None:
-    """Draw how many completions have how many tokens.
-
-    Args:
-        lengths: Tokens of each completion.
-        path: Picture to write.
-    """
+    """Draw a histogram of completion lengths in tokens, as a picture at `path`."""
     figure, axis = open_pyplot().subplots(figsize=(8, 4))
-    width = 1 + max(lengths) // _BINS  # whole tokens: no bin has one length more than the next
+    width = 1 + max(lengths) // _BINS  # whole tokens, so that each bin covers as many lengths
     axis.hist(lengths, np.arange(0, max(lengths) + width + 1, width) - 0.5)
     axis.set_xlabel("tokens of a completion")
     axis.set_ylabel("completions")
