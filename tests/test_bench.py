@@ -90,17 +90,17 @@ def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--modes", "two-slot,vllm"], "--modes vllm: it must be of two-slot"),
+        (["--modes", "two-slot,vllm"], "--modes vllm: must be one of two-slot"),
         (["--new-tokens", "2"], "--new-tokens 2"),
-        (["--modes", "trl-cb"], "on a GPU alone"),
-        (["--model", "no/such"], "--model no/such: neither one of qwen3-0.6b, qwen3-8b nor"),
-        (["--rows", "-3"], "--rows=-3: must be an integer >= 1"),
-        (["--prompt-tokens", "0"], "--prompt-tokens=0: must be"),
-        (["--lora-rank", "-2"], "--lora-rank=-2: must be an integer >= 0"),
-        (["--kv-gib", "nan"], "--kv-gib nan: it must be above 0"),
-        (["--kv-gib", "0"], "--kv-gib 0.0: it must be above 0"),
-        (["--json", "no/such/file"], "no/such/file: there is no folder no/such"),
-        (["--timeline", "no/such/file"], "no/such/file: there is no folder no/such"),
+        (["--modes", "trl-cb"], "--modes trl-cb: needs a GPU"),
+        (["--model", "no/such"], "--model no/such: no config found, use qwen3-0.6b, qwen3-8b"),
+        (["--rows", "-3"], "--rows=-3: it must be a whole number of at least 1"),
+        (["--prompt-tokens", "0"], "--prompt-tokens=0: it must be"),
+        (["--lora-rank", "-2"], "--lora-rank=-2: it must be a whole number of at least 0"),
+        (["--kv-gib", "nan"], "--kv-gib nan: must be > 0"),
+        (["--kv-gib", "0"], "--kv-gib 0.0: must be > 0"),
+        (["--json", "no/such/file"], "no/such/file: folder no/such does not exist"),
+        (["--timeline", "no/such/file"], "no/such/file: folder no/such does not exist"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -116,7 +116,7 @@ def test_exact_doctors_bad_arguments_are_named_too(option):
 
 def test_a_model_of_another_kind_is_named(tmp_path):
     T5Config(d_model=64, num_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="a t5 is no causal language model"):
+    with pytest.raises(ConfigError, match="t5 is not a causal language model"):
         bench.main(["--model", str(tmp_path)])
 
 
@@ -128,7 +128,7 @@ def rollout_command(*arguments):
 def test_what_is_asked_wrongly_is_said_in_one_line():
     result = rollout_command("bench", "--modes", "two-slots")
     assert result.returncode == 1
-    assert result.stderr.startswith("ConfigError: --modes two-slots: it must be of two-slot")
+    assert result.stderr.startswith("ConfigError: --modes two-slots: must be one of two-slot")
     assert "Traceback" not in result.stderr
 
 

@@ -85,7 +85,7 @@ class Cost:
         model: Any = base
         config, embedding = model.config, model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
-        # Tied, both are one parameter of the trainer's, and the head still reads it.
+        # If they are tied, one parameter is both, and the head still reads it.
         read = [p for p in base.parameters() if p is head or p is not embedding]
         met = 2 * sum(p.numel() for p in read if p.dim() > 1)
         idle = 2 * sum(expert.numel() for _, expert in experts_of(base)) * _unmet_share(config)

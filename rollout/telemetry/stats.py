@@ -10,7 +10,7 @@ class RolloutStats:
     """What one rollout did, from its first step to its last.
 
     Attributes:
-            generated_tokens: Tokens of the rows that finished.
+        generated_tokens: Tokens of the rows that finished.
         lengths: Tokens of each finished row, in the order of finishing.
         num_stopped: Finished rows that ended by an EOS or a stop string.
         decode_steps: Steps in which at least one row decoded.

@@ -42,7 +42,7 @@ class Timeline:
         return sorted(intervals, key=lambda interval: interval.start_s)
 
     def gaps(self, track: str) -> list[tuple[float, float]]:
-        """Start and end of each pause between a track's first interval and its last."""
+        """Start and end of each idle stretch between a track's first interval and its last."""
         gaps: list[tuple[float, float]] = []
         reached = float("inf")
         for interval in self.on(track):

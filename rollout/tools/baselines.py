@@ -1,4 +1,4 @@
-"""What else generates from a transformers model: its `generate`, and its continuous batching."""
+"""Other generators for a transformers model: its `generate`, and its continuous batching."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ from rollout.support import base_of
 from rollout.tools.workload import Workload
 
 Generate = Callable[[Sequence[int]], None]
-"""Generates so many new tokens in each row."""
+"""Takes the number of new tokens of each row."""
 
 _PAGE = 256
 
 
 @contextmanager
 def plain_generate(work: Workload) -> Iterator[tuple[Generate, str]]:
-    """`model.generate`: one batch, padded, until the last row is done."""
+    """`model.generate`: one padded batch, which runs until the last row ends."""
     model: Any = work.model
     base: Any = base_of(work.model)
     ids = torch.tensor(work.prompts, device=base.device)
@@ -35,7 +35,7 @@ def plain_generate(work: Workload) -> Iterator[tuple[Generate, str]]:
 
 @contextmanager
 def continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
-    """Continuous batching at its best: asynchronous, graphs, one manager kept; on a GPU alone."""
+    """Continuous batching at its best: asynchronous, CUDA graphs, one manager. Needs a GPU."""
     model: Any = base_of(work.model)
     sampling = _sampling(work)
     pages = -(-(work.prompt_tokens + work.new_tokens + 1) // _PAGE)
@@ -62,8 +62,8 @@ def continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
             done += result is not None and result.is_finished()
             if result is None and not manager.is_running():
                 raise RolloutError(
-                    f"transformers' continuous batching stopped after {done} of {work.rows} rows; "
-                    "see its log, or leave its mode out of --modes"
+                    f"transformers' continuous batching stopped after {done} of {work.rows} rows: "
+                    "see its log, or remove its mode from --modes"
                 )
 
     try:
@@ -76,7 +76,7 @@ def continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
 
 @contextmanager
 def trl_continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
-    """Continuous batching as TRL calls it: a new manager for each call; on a GPU alone."""
+    """Continuous batching as TRL calls it: a new manager for each call. Needs a GPU."""
     model: Any = base_of(work.model)
     sampling = _sampling(work)
 
@@ -86,8 +86,8 @@ def trl_continuous_batching(work: Workload) -> Iterator[tuple[Generate, str]]:
         outputs = model.generate_batch(work.prompts, sampling, config)
         if len(outputs) != work.rows:
             raise RolloutError(
-                f"transformers' continuous batching returned {len(outputs)} of {work.rows} rows; "
-                "see its log, or leave its mode out of --modes"
+                f"transformers' continuous batching returned {len(outputs)} of {work.rows} rows: "
+                "see its log, or remove its mode from --modes"
             )
 
     yield generate, _attention()
@@ -100,7 +100,6 @@ def _sampling(work: Workload) -> GenerationConfig:
 
 
 def _attention() -> str:
-    """What continuous batching attends with; it switches to FlashAttention-3 where it can."""
-    if is_flash_attn_3_available():
-        return "FlashAttention-3"
-    return "slower than it can be: FlashAttention-3 is not installed"
+    """The attention of continuous batching, which uses FlashAttention-3 if it is installed."""
+    installed = is_flash_attn_3_available()
+    return "FlashAttention-3" if installed else "slower: FlashAttention-3 is not installed"

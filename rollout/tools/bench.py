@@ -1,9 +1,9 @@
-"""`python -m rollout bench`: how fast the engine decodes here, beside what else there is.
+"""`python -m rollout bench`: how fast the engine decodes here, next to other generators.
 
 Weights are random, so nothing is downloaded. Every mode runs the same prompts in the same process,
-once to warm up and once to be timed. The floor is the time that the bytes of decoding need at the
-copy bandwidth measured in this run: weights without the input embedding, a step; keys and values
-of a row's tokens so far, a row and step.
+once to warm up and once timed. The floor is the time that decoding needs to move its bytes at the
+copy bandwidth measured in this run. A step reads all weights but the input embedding, and the keys
+and values of each row's tokens so far.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from rollout.tools.baselines import Generate
 from rollout.tools.engine_run import engine_run, kernel_share
 from rollout.tools.workload import LENGTHS, MODEL_HELP, Workload, build_model
 
-_SHORT, _TRACED = 2, 130  # new tokens of the runs beside the timed one
+_SHORT, _TRACED = 2, 130  # new tokens of the short runs and of the traced run
 _PICTURE_S = 0.05
 _NAN = float("nan")
 _NO_ENGINE = dict.fromkeys(
@@ -43,25 +43,20 @@ _NO_ENGINE = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one mode did; `nan` where it has no such number.
+    """What one mode did; `nan` if it has no such number.
 
     Attributes:
-        total_s: Seconds for all rows.
         tokens_per_s: Generated tokens a second, prefill included.
         prefill_s: Seconds of a run of 2 tokens a row.
-        step_ms: Milliseconds of a decode step: the run less that of 2 tokens, over its steps.
-        floor_ms: Milliseconds that the bytes of such a step need.
-        floor_share: `floor_ms / step_ms`.
-        busy_share: Share of the time in which the device was inside a launched batch.
+        step_ms: Milliseconds of a decode step: the whole run less `prefill_s`, per remaining step.
+        floor_ms: Milliseconds that moving a step's bytes takes at copy bandwidth.
+        busy_share: Share of the time in which the device was inside a batch.
         kernel_share: Share of a step in which a kernel ran.
-        host_us: Microseconds a step that planning and settling take, in the mean.
-        host_median_us: Likewise in the median: steps in which rows begin or end take longer.
+        host_us: Mean microseconds of planning and settling a step. The median is lower: steps in
+            which rows begin or end take longer.
         h2d_bytes: Bytes uploaded in a decode step that admits no row.
         peak_gib: Most GPU memory allocated or mapped.
-        warmup_s: Seconds from nothing to the end of a first run of 2 tokens, less `prefill_s`.
-        num_graphs: CUDA graphs captured.
-        attention: What attends.
-        spent: Largest shares of the whole run's time; see `time_shares`.
+        warmup_s: Seconds of setup and a first run of 2 tokens, less `prefill_s`.
     """
 
     total_s: float
@@ -87,20 +82,19 @@ _ROWS = {
     "tokens_per_s": ("generated tokens/s", "{:,.0f}"),
     "prefill_s": ("prefill, s", "{:.2f}"),
     "step_ms": ("decode step, ms", "{:.2f}"),
-    "floor_ms": ("its bytes need, ms", "{:.2f}"),
-    "floor_share": ("share of that floor", "{:.1%}"),
+    "floor_ms": ("floor of the step, ms", "{:.2f}"),
+    "floor_share": ("floor / step", "{:.1%}"),
     "busy_share": ("device inside a batch", "{:.2%}"),
     "kernel_share": ("device inside a kernel", "{:.1%}"),
-    "host_us": ("host a step, µs", "{:.0f}"),
-    "host_median_us": ("in the median", "{:.0f}"),
-    "h2d_bytes": ("uploaded a step, bytes", "{:,.0f}"),
+    "host_us": ("host per step, mean, µs", "{:.0f}"),
+    "host_median_us": ("host per step, median, µs", "{:.0f}"),
+    "h2d_bytes": ("upload per step, bytes", "{:,.0f}"),
     "peak_gib": ("peak memory, GiB", "{:.1f}"),
     "warmup_s": ("warm-up, s", "{:.1f}"),
     "num_graphs": ("CUDA graphs", "{:.0f}"),
     "attention": ("attention", "{}"),
     "spent": ("where the time went", "{}"),
 }
-
 
 ENGINE_MODES = {"two-slot": 2, "one-slot": 1}
 BASELINES: dict[str, Callable[[Workload], AbstractContextManager[tuple[Generate, str]]]] = {
@@ -113,21 +107,22 @@ GPU_MODES = ("transformers-cb", "trl-cb")
 
 
 def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) -> Measurement:
-    """Run one mode; the engine's modes leave a timeline."""
+    """Run one mode. An engine's mode also adds its timeline to `timelines`."""
     began = time.perf_counter()
     if mode in BASELINES:
         with BASELINES[mode](work) as (generate, attention):
             numbers = _time(work, generate, began, lambda: work.new_tokens)
-            # A manager made anew for each call runs more than its steps.
-            kept = mode != "trl-cb"
-            share = kernel_share(work, generate, numbers["step_ms"] / 1e3) if kept else _NAN
+            # TRL makes a new manager for each call, which runs more kernels than the steps do.
+            one_manager = mode != "trl-cb"
+            step_s = numbers["step_ms"] / 1e3
+            share = kernel_share(work, generate, step_s) if one_manager else _NAN
             rest = {"kernel_share": share, **_NO_ENGINE}
             return Measurement(**numbers, **rest, attention=attention, spent="-")
     with engine_run(work, ENGINE_MODES[mode]) as run:
         engine = run.engine
         numbers = _time(work, run.generate, began, lambda: engine.stats.decode_steps)
         whole, host_us, host_median_us = engine.stats, run.host_us, run.host_median_us
-        numbers["peak_gib"] += whole.mapped_bytes / 2**30  # which torch knows nothing of
+        numbers["peak_gib"] += whole.mapped_bytes / 2**30  # torch does not count mapped pages
         tracer = Tracer(engine.device)
         with engine.observing(tracer):
             run.generate([min(_TRACED, work.new_tokens // 2)] * work.rows)
@@ -148,7 +143,7 @@ def measure(work: Workload, mode: str, timelines: dict[str, timeline.Timeline]) 
 
 
 def _slope(short: RolloutStats, long: RolloutStats) -> float:
-    """Bytes a step that the steps upload which one rollout has and the other has not."""
+    """Bytes uploaded per step, over the steps that `long` has more than `short`."""
     steps = long.decode_steps - short.decode_steps
     return (long.h2d_bytes - short.h2d_bytes) / steps if steps else _NAN
 
@@ -156,7 +151,7 @@ def _slope(short: RolloutStats, long: RolloutStats) -> float:
 def _time(
     work: Workload, generate: Generate, began: float, num_steps: Callable[[], int]
 ) -> dict[str, float]:
-    """Time a first run, one of 2 tokens, and the whole one."""
+    """Time a first run of 2 tokens, a second one, and the whole run."""
     on_gpu = torch.cuda.is_available()
     short = [_SHORT] * work.rows
     _seconds(partial(generate, short))
@@ -185,67 +180,56 @@ def _seconds(run: Callable[[], None]) -> float:
     began = time.perf_counter()
     run()
     if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()  # SYNC: `generate` may return before it is done
+        torch.cuda.current_stream().synchronize()  # SYNC: the device may still be at work
     return time.perf_counter() - began
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rollout bench",
-        description="How fast the engine decodes here, with random weights. On a CPU ask for less "
-        "than the defaults, such as --rows 1 --prompt-tokens 8 --new-tokens 8.",
+        description="Measure how fast the engine decodes here, with random weights. On a CPU use "
+        "small sizes: --rows 1 --prompt-tokens 8 --new-tokens 8.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", default="qwen3-0.6b", help=MODEL_HELP)
-    parser.add_argument("--rows", type=int, default=32, help="completions")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="of each row")
-    parser.add_argument("--new-tokens", type=int, default=256, help="of the longest row")
-    parser.add_argument(
-        "--lengths",
-        default="fixed",
-        choices=LENGTHS,
-        help="of completions: all as long, or their median a quarter of the longest",
-    )
-    parser.add_argument("--kv-gib", type=float, help="most memory for keys and values")
-    parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
+    parser.add_argument("--rows", type=int, default=32, help="number of completions")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens of the longest row")
+    lengths_help = "lengths of completions: all equal, or with a median of a quarter of the longest"
+    parser.add_argument("--lengths", default="fixed", choices=LENGTHS, help=lengths_help)
+    parser.add_argument("--kv-gib", type=float, help="limit of KV memory, GiB")
+    parser.add_argument("--lora-rank", type=int, default=0, help="LoRA rank, all linear layers")
     parser.add_argument("--fuse-projections", action="store_true", help="see EngineConfig")
     parser.add_argument(
         "--on-policy", default="close", choices=("close", "exact"), help="see EngineConfig"
     )
-    parser.add_argument("--modes", default="two-slot,one-slot", help=f"of {','.join(MODES)}")
-    parser.add_argument("--json", type=Path, help="file to write the numbers to")
-    parser.add_argument("--timeline", type=Path, help="picture of what host and device did")
+    parser.add_argument("--modes", default="two-slot,one-slot", help=f"any of {','.join(MODES)}")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--timeline", type=Path, help="draw host and device work to this picture")
     return parser
 
 
 def _check(options: argparse.Namespace, modes: list[str]) -> None:
-    """Refuse what cannot work before minutes have gone into the modes that can."""
+    """Refuse bad arguments before the modes run for minutes."""
     for mode in modes:
         if mode not in MODES:
-            raise ConfigError(f"--modes {mode}: it must be of {', '.join(MODES)}")
+            raise ConfigError(f"--modes {mode}: must be one of {', '.join(MODES)}")
         if mode in GPU_MODES and not torch.cuda.is_available():
-            raise ConfigError(
-                f"--modes {mode}: transformers' continuous batching is measured on a GPU alone; "
-                "leave it out"
-            )
+            raise ConfigError(f"--modes {mode}: needs a GPU, remove it from --modes")
     check_options(options, rows=1, prompt_tokens=1, lora_rank=0)
     if options.new_tokens <= _SHORT:
-        raise ConfigError(f"--new-tokens {options.new_tokens}: a step needs at least 3 to be timed")
+        raise ConfigError(f"--new-tokens {options.new_tokens}: must be >= 3 to time a step")
     if options.kv_gib is not None and not (is_real(options.kv_gib) and options.kv_gib > 0):
-        raise ConfigError(f"--kv-gib {options.kv_gib}: it must be above 0")
+        raise ConfigError(f"--kv-gib {options.kv_gib}: must be > 0")
     for path in filter(None, (options.json, options.timeline)):
         if not path.parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
+            raise ConfigError(f"{path}: folder {path.parent} does not exist, create it first")
     if options.timeline is not None:
         timeline.open_pyplot()
 
 
 def main(arguments: list[str]) -> None:
-    """Read the command line, run the modes, print a table and write what was asked for.
-
-    Raises:
-        ConfigError: An argument that cannot work.
-    """
+    """Run the modes that the command line names, print a table and write the files it asks for."""
     options = _parser().parse_args(arguments)
     modes = options.modes.split(",")
     _check(options, modes)
@@ -269,17 +253,17 @@ def main(arguments: list[str]) -> None:
         numbers = {mode: _plain(measurement) for mode, measurement in measurements.items()}
         options.json.write_text(json.dumps({**facts, "modes": numbers}, indent=2))
     if options.timeline is not None and timelines:
-        pictured = {mode: kept.decoding().middle(_PICTURE_S) for mode, kept in timelines.items()}
-        timeline.draw(pictured, options.timeline)
+        middles = {mode: each.decoding().middle(_PICTURE_S) for mode, each in timelines.items()}
+        timeline.draw(middles, options.timeline)
 
 
 def _plain(measurement: Measurement) -> dict[str, Any]:
-    """What JSON has of a measurement: it knows no `nan`."""
+    """A measurement for JSON, which has no `nan`."""
     return {name: None if value != value else value for name, value in asdict(measurement).items()}
 
 
 def _facts(arguments: list[str], work: Workload) -> dict[str, str]:
-    """What a reader needs in order to measure it again."""
+    """What a reader needs to repeat the measurement."""
     on_gpu = torch.cuda.is_available()
     return {
         "command": f"python -m rollout bench {shlex.join(arguments)}",

@@ -1,4 +1,4 @@
-"""What the engine finds on this machine: versions, GPU, kernels, what is degraded."""
+"""What the engine finds on this machine: versions, GPU, kernels, and what works less well."""
 
 import platform
 from collections.abc import Iterator
@@ -19,14 +19,12 @@ _PACKAGES = (
 
 
 def report(console: Console) -> None:
-    """Print the findings as a table.
-
-    Args:
-        console: Where to.
-    """
+    """Print the findings as a table."""
     table = Table(title="twinslot doctor", show_header=False)
-    for name, finding in (*_versions(), *_device(), *_degraded()):
+    for name, finding in (*_versions(), *_device()):
         table.add_row(name, finding)
+    for finding in list(_shortcomings()) or ["nothing"]:
+        table.add_row("degraded", finding)
     console.print(table)
 
 
@@ -51,16 +49,16 @@ def _device() -> Iterator[tuple[str, str]]:
     yield "compute capability", f"{properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
     yield "memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     yield "kernels", _try_kernels() or "Triton: KV store, paged attention, sampling"
-    yield "arena", _no_virtual_memory() or "virtual memory: addresses stay when it grows and sleeps"
+    yield "arena", _no_virtual_memory() or "virtual memory: pages keep their addresses"
     yield "driver's counters", open_meter(f"GPU-{properties.uuid}").reads
     yield "copy on the device", f"{copy_bandwidth('cuda', 'cuda') / 1e12:.2f} TB/s, read and write"
     yield "copy to the device", f"{copy_bandwidth('cpu', 'cuda') / 1e9:.1f} GB/s, pinned"
 
 
 def _try_kernels() -> str:
-    """Launch one kernel; what went wrong, or nothing."""
+    """Launch one kernel; return what went wrong, or an empty string."""
     try:
-        from rollout.kernels.sample_triton import sample  # Triton is not there everywhere
+        from rollout.kernels.sample_triton import sample  # Triton may be missing
 
         zeros = torch.zeros(1, dtype=torch.int64, device="cuda")
         sample(torch.randn(1, 100, device="cuda"), torch.ones(1, device="cuda"), zeros, zeros)
@@ -70,28 +68,19 @@ def _try_kernels() -> str:
 
 
 def _no_virtual_memory() -> str:
-    """Why KV pages are plain tensors; nothing where they are not."""
+    """Why KV pages are plain tensors; empty if they are not."""
     reason = why_no_virtual_memory(torch.device("cuda", torch.cuda.current_device()))
     return f"plain tensors: {reason}" if reason else ""
 
 
-def _degraded() -> Iterator[tuple[str, str]]:
-    """What is slower or missing here, and why."""
-    shortcomings = list(_shortcomings())
-    for shortcoming in shortcomings:
-        yield "degraded", shortcoming
-    if not shortcomings:
-        yield "degraded", "nothing"
-
-
 def _shortcomings() -> Iterator[str]:
     if not torch.cuda.is_available():
-        yield "no CUDA device: plain torch kernels, no graphs, nothing overlaps"
+        yield "no CUDA device: rollouts use plain torch, without CUDA graphs or overlap"
         return
     if broken := _try_kernels():
-        yield f"Triton's kernels do not run, so rollouts on the GPU fail ({broken})"
+        yield f"Triton kernels do not run, so rollouts on the GPU fail ({broken})"
     if reason := _no_virtual_memory():
-        yield f"KV pages move when they grow and after each sleep, at the cost of graphs ({reason})"
+        yield f"KV pages move on growth and after a sleep: graphs are captured again ({reason})"
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
-        yield f"compute capability {major}.{minor}: no bf16 products; float16 or float32 alone"
+        yield f"compute capability {major}.{minor} has no bf16: use float16 or float32"

@@ -1,4 +1,4 @@
-"""The engine at work on a benchmark's workload."""
+"""The engine on a benchmark's workload."""
 
 import json
 import tempfile
@@ -24,35 +24,34 @@ from rollout.telemetry.timeline import Interval, Timeline
 from rollout.tools.baselines import Generate
 from rollout.tools.workload import Workload
 
-_SHORT, _LONG = 2, 34  # new tokens of the two runs that are profiled
+_SHORT, _LONG = 2, 34  # new tokens of the two profiled runs
 
 
 class _Host(Observer):
-    """Times planning and settling, and counts the tokens that each row has."""
+    """Times planning and settling, and counts the tokens of each row."""
 
     def __init__(self, num_rows: int) -> None:
         self.planning, self.settling = list[float](), list[float]()
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.first_row = self.num_steps = 0
-        self.began_s = 0.0  # the step that runs
+        self.began_s = 0.0  # of the current step
 
     def planned(self, batch: Batch | None) -> None:
-        """Note what planning took, an empty plan included."""
+        """Note the time of planning, empty plans included."""
         self.planning.append(time.perf_counter() - self.began_s)
         self.num_steps += batch is not None
 
     def settled(self, batch: Batch, completions: Sequence[Completion], stamps: Stamps) -> None:
-        """Note what settling took, and whose tokens they are."""
+        """Note the time of settling, and count a token for each row."""
         self.settling.append(time.perf_counter() - stamps.arrived_s)
         self.num_tokens[batch.rows - self.first_row] += 1
 
 
 class EngineRun:
-    """The engine at work on a workload.
+    """The engine on a workload.
 
-    A row is aborted when it has its tokens, which the engine does not know beforehand, as it does
-    not in a training: every row may grow to the longest, so that memory and graphs are those of the
-    whole run from the start.
+    As in training, the engine does not know row lengths in advance: a row is aborted when it has
+    its tokens. So memory and graphs allow for the longest row from the start.
     """
 
     def __init__(self, engine: RolloutEngine, work: Workload) -> None:
@@ -61,11 +60,11 @@ class EngineRun:
         self._host = _Host(work.rows)
 
     def generate(self, row_tokens: Sequence[int]) -> None:
-        """Generate so many new tokens in each row."""
+        """Generate `row_tokens[i]` new tokens in row `i`."""
         engine, host, lengths = self.engine, _Host(len(row_tokens)), np.array(row_tokens)
         self._host = host
         self._num_runs += 1
-        # Other prompts each time: neither their beginnings nor their lengths are known.
+        # New prompts in each run, so that the engine knows neither their prefixes nor lengths.
         prompts = (np.array(self._work.prompts) + self._num_runs) % engine.vocab_size
         sampling = SamplingParams(max_new_tokens=self._work.new_tokens)
         rows = engine.submit_all(prompts.tolist(), sampling)  # SYNC: an array of the host's
@@ -80,24 +79,24 @@ class EngineRun:
 
     @property
     def num_tokens(self) -> Ints:
-        """Tokens that each row had in the last run."""
+        """Tokens that each row got in the last run."""
         return self._host.num_tokens
 
     @property
     def host_us(self) -> float:
-        """Microseconds a step that planning and settling took in the last run."""
+        """Mean microseconds a step of planning and settling in the last run."""
         seconds = sum(self._host.planning) + sum(self._host.settling)
         return seconds / self._host.num_steps * 1e6
 
     @property
     def host_median_us(self) -> float:
-        """Those of a step in which no row comes or goes, which is most of them."""
+        """Median microseconds, typical of steps in which no row begins or ends."""
         return (median(self._host.planning) + median(self._host.settling)) * 1e6
 
 
 @contextmanager
 def engine_run(work: Workload, num_slots: int) -> Iterator[EngineRun]:
-    """The engine with one slot or two; no trainer needs memory beside it."""
+    """The engine with `num_slots` slots; it takes most of the memory, as no trainer runs."""
     config = EngineConfig(
         max_rows=work.rows,
         max_row_tokens=work.prompt_tokens + work.new_tokens,
@@ -114,22 +113,14 @@ def engine_run(work: Workload, num_slots: int) -> Iterator[EngineRun]:
 def kernel_share(work: Workload, generate: Generate, step_s: float) -> float:
     """Share of a decode step in which at least one kernel runs.
 
-    A profiler slows steps down and kernels not, so that the time inside kernels is the profiler's
-    and the time of a step is not.
-
-    Args:
-        work: What is generated.
-        generate: By what.
-        step_s: Seconds of a step without a profiler.
-
-    Returns:
-        `nan` on a CPU, and where no step can be told from prefill.
+    A profiler slows steps down but not kernels. So kernel time comes from the profiler, and
+    `step_s` is a step's seconds without it. `nan` on a CPU, or if longer runs add no kernels.
     """
     if not torch.cuda.is_available():
         return float("nan")
     steps = min(_LONG, work.new_tokens) - _SHORT
     short, long = (kernel_events(partial(generate, [n + _SHORT] * work.rows)) for n in (0, steps))
-    # Prefill first, then steps of as many kernels each: the last half of them is steps alone.
+    # Prefill comes first, and all steps have as many kernels: the last half is only steps.
     a_step = (len(long) - len(short)) // steps
     if a_step < 1:
         return float("nan")
@@ -138,17 +129,17 @@ def kernel_share(work: Workload, generate: Generate, step_s: float) -> float:
 
 
 def kernel_events(run: Callable[[], None]) -> list[dict[str, Any]]:
-    """Every kernel of a run by start, as Chrome's trace format has it: `ts` and `dur` in us."""
+    """Every kernel of a run by start, in Chrome's trace format: `ts` and `dur` in us."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run()
-            torch.cuda.current_stream().synchronize()  # SYNC: until all of it has been recorded
+            torch.cuda.current_stream().synchronize()  # SYNC: the profiler must record all of it
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     return sorted((e for e in events if e.get("cat") == "kernel"), key=lambda event: event["ts"])
 
 
 def kernels(events: Iterable[dict[str, Any]]) -> Timeline:
-    """Kernels of a profiler, as work of the device."""
+    """Profiled kernels, as intervals of the compute track."""
     spans = ((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in events)
     return Timeline([Interval("compute", "kernel", start, stop) for start, stop in spans])

@@ -24,13 +24,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Difference:
-    """How one module's output in a decode step differs from that in the trainer's forward.
-
-    Attributes:
-        module: Its name in the model.
-        rows: Rows in which some number differs.
-        largest: Largest distance of two numbers.
-    """
+    """Rows of a module's output that differ from the trainer's forward, and by how much."""
 
     module: str
     rows: int
@@ -48,16 +42,9 @@ def differences(
 ) -> list[Difference]:
     """Compare a decode step in exact mode with the trainer's forward over the same tokens.
 
-    Args:
-        model: A model as a trainer would have it; left as it was.
-        config: Knobs of the engine.
-        num_rows: Rows of random tokens, each of another length.
-        num_tokens: Tokens of the longest.
-        autocast_dtype: Dtype of the trainer's autocast.
-        compiled: Compile the rollout's layers; then only whole layers are compared.
-
-    Returns:
-        One entry for each module that both sides run, in the order in which they run.
+    `model` is as a trainer has it, and is left unchanged. Rows are random tokens of different
+    lengths, at most `num_tokens`. `compiled` compiles the rollout's layers, and then compares
+    whole layers only. Returns one entry for each module that both sides run, in running order.
     """
     base: Any = base_of(model)
     device = next(base.parameters()).device
@@ -65,7 +52,7 @@ def differences(
     ids = torch.randint(base.config.vocab_size, (num_rows, num_tokens), generator=generator)
     lengths = torch.randint(2, num_tokens + 1, (num_rows,), generator=generator)
     lengths[0] = num_tokens
-    mask = torch.arange(num_tokens) >= num_tokens - lengths[:, None]  # padded on the left
+    mask = torch.arange(num_tokens) >= num_tokens - lengths[:, None]  # left-padded
     settings: dict[str, Any] = {"on_policy": "exact", "enforce_eager": True}
     config = replace(config, max_rows=num_rows, compile_layers=compiled, **settings)
     engine = RolloutEngine(model, config, autocast_dtype=autocast_dtype)
@@ -78,8 +65,8 @@ def differences(
         ):
             model.eval()(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
         with engine:
-            rows = ids.tolist()  # SYNC: tensors of the CPU
-            starts = (num_tokens - lengths).tolist()  # SYNC: likewise
+            rows = ids.tolist()  # SYNC: on the CPU, nothing waits
+            starts = (num_tokens - lengths).tolist()  # SYNC: on the CPU, nothing waits
             prompts = [row[start:] for row, start in zip(rows, starts, strict=True)]
             base, rows_of = engine.module, lambda output: output[0, :num_rows]
             with _recorded(base, rows_of, within_layers=not compiled) as rollouts:
@@ -94,14 +81,14 @@ def differences(
 def _recorded(
     base: nn.Module, rows_of: Callable[[Tensor], Tensor], *, within_layers: bool = True
 ) -> Iterator[dict[str, Tensor]]:
-    """What each module gave for the last token of each row, when it last ran."""
+    """Record each module's output for the last token of each row, in its last run."""
     outputs: dict[str, Tensor] = {}
 
     def record(name: str) -> Any:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) else output
             if isinstance(output, Tensor) and output.dim() > 2:
-                outputs.pop(name, None)  # so that the order is that of the last run
+                outputs.pop(name, None)  # keep the order of the last run
                 outputs[name] = rows_of(output).clone()
 
         return hook
@@ -128,21 +115,17 @@ def _compared(trainers: dict[str, Tensor], rollouts: dict[str, Tensor]) -> Itera
 
 
 def main(arguments: list[str], console: Console) -> None:
-    """`python -m rollout doctor --exact`: say whether, and where first.
-
-    Raises:
-        ConfigError: An argument that cannot work.
-    """
+    """`python -m rollout doctor --exact`: print what differs first, and how much is equal."""
     parser = argparse.ArgumentParser(
         prog="python -m rollout doctor --exact",
-        description="Whether a decode step in exact mode gives the numbers of a trainer's forward, "
-        "module by module, with random weights.",
+        description="Compare a decode step in exact mode with the trainer's forward, module by "
+        "module, with random weights.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", default="qwen3-0.6b", help=MODEL_HELP)
-    parser.add_argument("--rows", type=int, default=32, help="each of another length")
-    parser.add_argument("--tokens", type=int, default=300, help="of the longest row")
-    parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers")
+    parser.add_argument("--rows", type=int, default=32, help="rows, of different lengths")
+    parser.add_argument("--tokens", type=int, default=300, help="tokens of the longest row")
+    parser.add_argument("--lora-rank", type=int, default=0, help="LoRA rank, all linear layers")
     options = parser.parse_args(arguments)
     check_options(options, rows=1, tokens=2, lora_rank=0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -160,4 +143,4 @@ def main(arguments: list[str], console: Console) -> None:
         equal = len(compared) - len(unequal)
         console.print(f"{prefix}{equal} of {len(compared)} modules give the trainer's numbers")
     if device.type == "cpu":
-        console.print("exact mode is for GPUs: on a CPU products round with the number of rows")
+        console.print("exact mode is for GPUs: on a CPU, rounding depends on the number of rows")

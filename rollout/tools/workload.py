@@ -1,4 +1,4 @@
-"""What the benchmark runs: a model, rows and lengths, and the least time they can take."""
+"""The benchmark's workload: a model, rows and lengths, and the least time they need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,24 +34,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 LENGTHS = ("fixed", "lognormal")
-MODEL_HELP = f"{', '.join(SHAPES)}, or a name or folder with a config"
-_SIGMA = 0.8  # of the logarithm of a length: the middle half lies within a factor of 3
+MODEL_HELP = f"{', '.join(SHAPES)}, or a Hub name or folder with a config"
+_SIGMA = 0.8  # of log lengths: the middle half spans a factor of 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows that are all asked for at once.
+    """Rows that are all submitted at once.
 
     Attributes:
-        model: Random weights.
-        rows: Completions.
-        prompt_tokens: Tokens of each prompt.
         new_tokens: Tokens of the longest completion.
-        bandwidth: Bytes a second that a copy on the device moves, read and write counted.
-        lengths: `fixed`, or `lognormal`: the median a quarter of `new_tokens`, none longer.
-        kv_bytes: Most memory for keys and values. `None`: what each mode takes by default.
-        fuse_projections: See `EngineConfig`.
-        on_policy: Likewise.
+        bandwidth: Bytes a second that a copy on the device moves, reads and writes counted.
+        lengths: `fixed`, or `lognormal`: a median of `new_tokens / 4`, at most `new_tokens`.
+        kv_bytes: Limit of KV memory. `None`: each mode's default.
     """
 
     model: nn.Module
@@ -70,7 +65,7 @@ class Workload:
         config: Any = base_of(self.model).config
         shape = (self.rows, self.prompt_tokens)
         ids: Any = np.random.default_rng(0).integers(config.vocab_size, size=shape)
-        return ids.tolist()  # SYNC: an array of the host's
+        return ids.tolist()  # SYNC: on the CPU, nothing waits
 
     @cached_property
     def row_tokens(self) -> list[int]:
@@ -83,47 +78,29 @@ class Workload:
 
     @cached_property
     def cost(self) -> Cost:
-        """What its tokens cost at least."""
+        """The least that its tokens cost."""
         kv_token_bytes = Twin(self.model).kv_layout(page_tokens=1).page_bytes
         return Cost.of(base_of(self.model), kv_token_bytes)
 
     def floor_s(self, steps: int, row_tokens: Sequence[int] | None = None) -> float:
-        """Seconds that the bytes of decoding need at the measured bandwidth.
-
-        Args:
-            steps: Decode steps, each of which reads every weight.
-            row_tokens: New tokens of each row, `row_tokens` by default; a row's step reads the
-                keys and values of all its tokens so far.
-        """
+        """Seconds to move the bytes of decoding; `row_tokens` are the workload's by default."""
         rows = self.row_tokens if row_tokens is None else row_tokens
         read = contexts([self.prompt_tokens] * len(rows), rows)
         return self.cost.decode_bytes(steps, read) / self.bandwidth
 
 
 def build_model(name: str, device: torch.device, lora_rank: int = 0) -> nn.Module:
-    """A model with random weights.
-
-    Args:
-        name: One of `SHAPES`, or a name or folder with a config.
-        device: Where to; bf16 on a GPU, else float32.
-        lora_rank: Rank of unmerged adapters on every linear layer; 0 for none.
-
-    Raises:
-        ConfigError: No such shape, and no config under that name, or one of another kind of model.
-    """
+    """A model with random weights, bf16 on a GPU, else float32; LoRA adapters stay unmerged."""
     if name in SHAPES:
         config = AutoConfig.for_model(**{"max_position_embeddings": 40_960, **SHAPES[name]})
     else:
         try:
             config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--model {name}: neither one of {', '.join(SHAPES)} nor a name or folder with a "
-                "config"
-            ) from error
+            raise ConfigError(f"--model {name}: no config found, use {MODEL_HELP}") from error
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ConfigError(f"--model {name}: a {config.model_type} is no causal language model")
+        raise ConfigError(f"--model {name}: {config.model_type} is not a causal language model")
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         return _with_adapters(model, lora_rank) if lora_rank else model
@@ -131,7 +108,7 @@ def build_model(name: str, device: torch.device, lora_rank: int = 0) -> nn.Modul
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     try:
-        from peft import LoraConfig, get_peft_model  # the engine itself does not know it
+        from peft import LoraConfig, get_peft_model  # the engine does not need it
     except ImportError as error:
         raise ConfigError("--lora-rank needs PEFT: pip install peft") from error
     config = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
