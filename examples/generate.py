@@ -1,4 +1,4 @@
-"""The engine alone, without a trainer: prompts in, completions and log-probabilities out.
+"""Generates with the engine alone: prompts in, completions and log-probabilities out.
 
 python examples/generate.py                                  # a small random model
 python examples/generate.py --model Qwen/Qwen3-0.6B --prompt "Once upon a time"

@@ -1,10 +1,10 @@
-"""GRPO with rollouts from the model that is being trained.
+"""Trains with GRPO. The rollouts come from the model that is being trained.
 
     python examples/grpo.py --config examples/demo.yaml            # a small model on a CPU
     accelerate launch examples/grpo.py --model Qwen/Qwen3-0.6B \
         --dataset trl-lib/DeepMath-103K --max_completion_length 4096 --learning_rate 1e-6
 
-Every argument of TRL's GRPOConfig and of RolloutConfig works on the command line and in the YAML.
+All arguments of TRL's GRPOConfig and of RolloutConfig work, on the command line and in the YAML.
 """
 
 import logging
@@ -32,28 +32,29 @@ WINDOW = 10
 
 @dataclass
 class ScriptArguments:
-    """What to train on what."""
+    """Model, data set, generator, and the gain that the run must reach."""
 
     model: str | None = field(
-        default=None, metadata={"help": "Name or folder of a model. Default: a small random one."}
+        default=None, metadata={"help": "Name or folder of a model. Default: a small random model."}
     )
     dataset: str | None = field(
         default=None,
         metadata={
-            "help": "Name or folder of a dataset with conversations in the column `prompt` and the "
-            "column `solution`, scored by trl.rewards.accuracy_reward. Default: a generated task."
+            "help": "Name or folder of a dataset with the columns `prompt` (conversations) and "
+            "`solution`. trl.rewards.accuracy_reward scores it. Default: a generated task."
         },
     )
     rollouts: Literal["engine", "trl"] = field(
-        default="engine", metadata={"help": "`trl` for TRL's own generation."}
+        default="engine", metadata={"help": "`trl` uses TRL's own generation."}
     )
     required_gain: float | None = field(
-        default=None, metadata={"help": "Exit with an error if the mean reward rises by less."}
+        default=None,
+        metadata={"help": "Exit with an error if the mean reward rises less than this."},
     )
 
 
 class RewardBar(ProgressCallback):
-    """TRL's progress bar with the reward beside it, instead of a page of numbers a step."""
+    """TRL's progress bar. It shows the reward instead of printing all metrics every step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
         """Show the newest reward."""
@@ -64,11 +65,11 @@ class RewardBar(ProgressCallback):
 def build_trainer(
     script: ScriptArguments, args: GRPOConfig, trainer_class: type[GRPOTrainer]
 ) -> GRPOTrainer:
-    """A trainer as TRL has it: nothing here knows about the engine."""
+    """Build a stock TRL trainer, without the engine."""
     model: Any = script.model
     tokenizer = None
     if model is None:
-        torch.set_num_threads(1)  # a model this small only loses by more
+        torch.set_num_threads(1)  # more threads make so small a model slower
         tokenizer = run_length.build_tokenizer()
         model = run_length.build_model(tokenizer, args.seed)
     if script.dataset is None:
@@ -76,9 +77,7 @@ def build_trainer(
     else:
         dataset, reward = load_dataset(script.dataset, split="train"), accuracy_reward
         if missing := {"prompt", "solution"} - set(dataset.column_names):
-            sys.exit(
-                f"{script.dataset} has no column {' and none '.join(sorted(missing))}; see --help"
-            )
+            sys.exit(f"{script.dataset} has no column {' or '.join(sorted(missing))}; see --help")
     trainer = trainer_class(
         model=model,
         reward_funcs=reward,
@@ -94,7 +93,7 @@ def build_trainer(
 
 
 def summarise(trainer: GRPOTrainer) -> float:
-    """Print what the run did, once for all ranks; returns by how much the mean reward rose."""
+    """Print a summary on rank 0. Return by how much the mean reward rose."""
     log = trainer.state.log_history
 
     def values(name: str) -> list[float]:
@@ -102,7 +101,7 @@ def summarise(trainer: GRPOTrainer) -> float:
 
     rewards, runtime = values("reward"), values("train_runtime")[0]
     if not rewards:
-        sys.exit("No step was made: the dataset has fewer prompts than a batch.")
+        sys.exit("No training step ran: the dataset has fewer prompts than one batch needs.")
     first, last = mean(rewards[:WINDOW]), mean(rewards[-WINDOW:])
     table = Table(title=trainer._name, show_header=False)
     table.add_column(no_wrap=True)
@@ -112,12 +111,12 @@ def summarise(trainer: GRPOTrainer) -> float:
     if values("rollout/duration_s") and trainer.args.logging_steps == 1:
         table.add_row("generated tokens/s", f"{mean(values('rollout/generated_tok_s')):,.0f}")
         if trainer.args.gradient_accumulation_steps <= trainer.args.steps_per_generation:
-            # Of several rollouts in a step the log has the mean.
+            # With several rollouts a step the log has their mean, not their sum.
             generating = sum(values("rollout/duration_s")) / runtime
             table.add_row("share of time generating", f"{generating:.0%}")
-        if gaps := values("rollout/logp_gap"):  # none where TRL did not score the rollouts again
+        if gaps := values("rollout/logp_gap"):  # only if TRL scored the rollouts again
             largest = max(values("rollout/logp_gap_max"))
-            table.add_row("|Δlogp| to the trainer", f"{mean(gaps):.1e}, {largest:.1e} at most")
+            table.add_row("|Δlogp| to the trainer", f"mean {mean(gaps):.1e}, max {largest:.1e}")
     if values("value/explained_variance"):
         explained = mean(values("value/explained_variance")[-WINDOW:])
         table.add_row(f"variance explained by the critic, last {WINDOW}", f"{explained:.2f}")
@@ -132,12 +131,12 @@ def summarise(trainer: GRPOTrainer) -> float:
 def main(
     trainer_class: type[GRPOTrainer] = GRPOTrainer, config_class: type[GRPOConfig] = GRPOConfig
 ) -> None:
-    os.environ.setdefault("WANDB_MODE", "offline")  # no account needed; WANDB_MODE=online syncs
+    os.environ.setdefault("WANDB_MODE", "offline")  # needs no account; WANDB_MODE=online uploads
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     logging.basicConfig(format="%(message)s")
     parser = TrlParser((ScriptArguments, config_class, RolloutConfig))
     script, args, config = parser.parse_args_and_config()
-    for name in ("rollout", "trainers"):  # with --log_level info, a line for each rollout
+    for name in ("rollout", "trainers"):  # --log_level info: one line a rollout
         logging.getLogger(name).setLevel(args.get_process_log_level())
     trainer = build_trainer(script, args, trainer_class)
     if script.rollouts == "engine":

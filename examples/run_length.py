@@ -1,7 +1,4 @@
-"""A tiny task for a GRPO demo: `a*5=` must be answered with `aaaaa` and a stop.
-
-Everything is built in code from a seed; nothing is downloaded.
-"""
+"""A tiny task: the model must answer `a*5=` with `aaaaa` and `<eos>`. Nothing is downloaded."""
 
 import random
 from typing import Any
@@ -18,7 +15,7 @@ VOCAB = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *"abcd0123456789*=
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a character-level tokenizer: `<bos>` before every text, padding on the left."""
+    """Build a character-level tokenizer that puts `<bos>` before each text and pads on the left."""
     tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -36,15 +33,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Build a two-layer Qwen3 model with random float32 weights.
-
-    Args:
-        tokenizer: The tokenizer, for the vocabulary size and the special token ids.
-        seed: Seed of the random weights.
-
-    Returns:
-        The untrained model.
-    """
+    """Build a two-layer Qwen3 model with random float32 weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -56,7 +45,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
         head_dim=16,
         max_position_embeddings=256,
         tie_word_embeddings=True,
-        initializer_range=0.06,  # with the usual 0.02 so small a model hardly starts to learn
+        initializer_range=0.06,  # so small a model hardly learns with the usual 0.02
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -65,15 +54,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 
 def build_dataset(seed: int, size: int = 2048) -> Dataset:
-    """Generate prompts with their answers of 1 to 20 letters.
-
-    Args:
-        seed: Seed of the generator.
-        size: Number of rows.
-
-    Returns:
-        A dataset with the columns `prompt` (such as `c*12=`) and `answer`.
-    """
+    """Generate `size` rows with the columns `prompt` (`c*12=`) and `answer` (1 to 20 letters)."""
     rng = random.Random(seed)
     rows = []
     for _ in range(size):
@@ -93,23 +74,15 @@ def edit_distance(first: list[int], second: list[int]) -> int:
 
 
 def right_ids(answer: str) -> list[int]:
-    """Return the token ids of the one right completion: the letters, then `<eos>`."""
+    """Return the token ids of the only right completion: the letters, then `<eos>`."""
     return [*(VOCAB[letter] for letter in answer), VOCAB["<eos>"]]
 
 
 def reward(completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
-    """Score each completion by its closeness to the right one.
+    """Return one score in [0, 1] per completion: 1 is the exact answer.
 
-    The score is 1 minus the edit distance divided by the longer of the two lengths. The stop counts
-    as a token, so only the exact answer that ends by itself scores 1.
-
-    Args:
-        completion_ids: Token ids of the completions, `<eos>` included where one was generated.
-        answer: The right letters for each completion.
-        **kwargs: Further columns that the trainer passes.
-
-    Returns:
-        One score in [0, 1] per completion.
+    The score is 1 minus the edit distance divided by the longer length. `<eos>` counts as a token,
+    so a completion that does not end by itself scores less than 1.
     """
     scores = []
     for ids, text in zip(completion_ids, answer, strict=True):

@@ -280,6 +280,11 @@ class RolloutEngine:
         return self.scheduler.num_waiting
 
     @property
+    def module(self) -> nn.Module:
+        """The module tree that the engine runs, over the trainer's storage. Do not change it."""
+        return self.worker.twin.base
+
+    @property
     def num_graphs(self) -> int:
         """CUDA graphs captured and ready to replay."""
         return len(self.worker.graphs.captured)

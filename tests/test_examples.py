@@ -160,7 +160,7 @@ def test_a_dataset_without_a_column_is_refused(outcomes):
 def test_a_run_without_a_step_says_so(outcomes):
     result = outcomes["no step"]
     assert result.returncode == 1
-    assert "No step was made" in result.stderr
+    assert "No training step ran" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_a_failed_growth_changes_nothing(driver, monkeypatch, where):
 def test_more_than_there_are_addresses_is_out_of_memory(driver):
     addresses = AddressRange(100, FAKE)
     assert addresses.limit == 128
-    with pytest.raises(torch.OutOfMemoryError, match="192 of 128 bytes wanted"):
+    with pytest.raises(torch.OutOfMemoryError, match="192 bytes > 128 reserved"):
         addresses.extend(129)
     addresses.close()
     assert not driver.reserved

@@ -65,7 +65,7 @@ def test_every_part_is_named_with_its_size_and_the_knob():
     text = str(plan(EngineConfig(train_reserve_bytes=2 * GIB, kv_fraction=0.8)))
     assert text.startswith("memory plan for some GPU: weights 16.000 GiB (the trainer's own), ")
     assert "cast weights 8.000 GiB" in text
-    assert "KV pages 20.000 GiB (320 of 64 MiB; at most 90.00 GiB: kv_fraction=0.8" in text
+    assert "KV pages 20.000 GiB (320 pages of 64 MiB; at most 90.00 GiB: kv_fraction=0.8" in text
     assert "training reserve 2.000 GiB (train_reserve_bytes)" in text
     assert "between rollouts 0.750 GiB (kv_keep='rollout')" in text
     assert "at most 9.00 GiB by kv_bytes" in str(

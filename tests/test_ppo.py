@@ -384,7 +384,7 @@ def test_accumulated_gradients_make_the_same_step(tmp_path):
         ({"kl_estimator": "k4"}, "kl_estimator='k4': must be 'k1', 'k2' or 'k3'"),
         ({"truncation_value": "one"}, "truncation_value='one': must be 'zero' or 'bootstrap'"),
         ({"critic": "none"}, "critic='none': must be 'model', 'adapter' or 'head'"),
-        ({"value_lr_scheduler_type": "polynomial"}, "value_lr_scheduler_type='polynomial': it"),
+        ({"value_lr_scheduler_type": "polynomial"}, "value_lr_scheduler_type='polynomial': must"),
         ({"value_epochs": 0}, "value_epochs=0: must be an integer >= 1"),
         ({"value_mini_batches": 1.5}, "value_mini_batches=1.5: must be"),
         ({"value_warmup_steps": -1}, "value_warmup_steps=-1: must be"),

@@ -190,5 +190,5 @@ def test_a_model_that_has_lost_a_layer_is_refused_at_the_next_version():
     with RolloutEngine(model) as engine:
         del model.model.layers[2]
         model.config.num_hidden_layers = 2
-        with pytest.raises(UnsupportedModel, match="made for 3 layers, and the model has 2"):
+        with pytest.raises(UnsupportedModel, match="has 2 layers, but the engine was made for 3"):
             engine.generate([[9]], SamplingParams(max_new_tokens=2))

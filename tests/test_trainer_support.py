@@ -48,7 +48,7 @@ from trainers.adapter.support import check_trainer, check_trl
         ({"generation_kwargs": {"bad_words_ids": [3]}}, r"bad_words_ids=3: must be a tuple"),
         (
             {"generation_kwargs": {"bad_words_ids": [[9, 11]]}},
-            r"bad_words_ids: \(9, 11\) has 2 tokens, .* in a reward function",
+            r"bad_words_ids: the word \(9, 11\) has 2 tokens, .* in a reward function",
         ),
         ({"generation_kwargs": {"bad_words": ["a"]}}, "set `bad_words_ids` to their token ids"),
         (

@@ -88,7 +88,7 @@ def test_rollouts_under_zero_are_those_of_its_weights(tmp_path, kind, precision)
         assert found["begun"] == ("by name" in kind)
         assert found["compiled"] == ("compiled" in kind)
         cast_later = precision == "bf16" and not found["begun"]
-        assert ("`train()` has yet to cast them" in found.get("refused", "")) == cast_later
+        assert ("`train()` has not cast them yet" in found.get("refused", "")) == cast_later
         if "zero3" in kind:
             assert (found["left"], found["held"]) == (0, found["whole"])
             assert found["kept"] == pytest.approx(found["whole"] / 2, rel=0.01)

@@ -1,13 +1,11 @@
 """The inner loop of attention in Triton, shared by decode, prefill and the trainer's forward.
 
-A query's result depends on its own sequence alone. Keys are counted from the sequence's first
-token: blocks of one size are added to splits of one size, and the splits are merged, all in order.
-Every caller uses these functions, so all of them agree to the last bit. That needs three things:
-- Each fused multiply-add is written out: left alone, the compiler fuses in one kernel and not in
-  another.
-- The matrix unit sums the weights, in the same order for every tile. The order of `tl.sum` depends
-  on the number of warps.
-- A block that a query does not see changes nothing: its weights are 0 and its maximum is no higher.
+A query's result depends on its own sequence alone. Keys form blocks and splits of fixed sizes,
+counted from the sequence's first token, and are added in order. All callers agree to the last bit,
+because they share these functions, and because:
+- Fused multiply-adds are explicit. The compiler would fuse in one kernel and not in another.
+- The matrix unit sums the weights. The order of `tl.sum` depends on the number of warps.
+- A masked block changes nothing: its weights are 0, and it does not raise the maximum.
 
 Names are flash attention's: `m_i` is the running maximum of the scores, `l_i` the sum of the
 weights `exp2(score - m_i)`, `acc` the weighted sum of the values, and `alpha` rescales both sums
@@ -20,7 +18,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
-_ONES = tl.constexpr(16)  # columns of ones: the narrowest product that the matrix unit computes
+_ONES = tl.constexpr(16)  # columns of ones; the matrix unit takes no fewer
 
 
 @triton.jit
@@ -44,8 +42,8 @@ def _kv_offsets(
 ):  # fmt: skip
     """Offsets of keys `[start, start + BLOCK)` of a sequence, int64, `(BLOCK,)`.
 
-    `pages` points to the sequence's page ids. With `PAGE` 0 keys are packed, and `pages` is the
-    index of the sequence's first one.
+    `pages` points to the sequence's page ids. If `PAGE` is 0, keys are packed and `pages` is the
+    index of the sequence's first key.
     """
     tokens = start + tl.arange(0, BLOCK)
     if PAGE == 0:
@@ -65,10 +63,7 @@ def _attend_block(
     BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Add keys `[start, start + BLOCK)` to each query's softmax state: `m_i`, `l_i` and `acc`.
-
-    Without `EDGE` every query sees every key of the block.
-    """
+    """Add keys `[start, start + BLOCK)` to the softmax state; only `EDGE` masks any of them."""
     tokens = start + tl.arange(0, BLOCK)
     offsets = kv_offsets[:, None] + tl.arange(0, DIM_PAD)[None, :]
     keys = _load_kv(K + offsets, tokens, limit, DIM, DIM_PAD, EDGE)
@@ -102,14 +97,13 @@ def attend_split(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend over keys `[first, stop)`, of which every query sees those below `full`.
+    """Attend over keys `[first, stop)`; keys before `full` are visible to every query.
 
-    `query` is `(QUERIES, DIM_PAD)` and `positions` the queries' positions, `(QUERIES,)`. `pages` is
-    as in `_kv_offsets`. `first` and `full` are multiples of `BLOCK`, `first <= full`. `scale`
-    includes `log2(e)`: weights are powers of 2.
+    `query` is `(QUERIES, DIM_PAD)`, `positions` is `(QUERIES,)`, `pages` is as in `_kv_offsets`.
+    `first` and `full` are multiples of `BLOCK`, `first <= full`. `scale` includes `log2(e)`.
 
-    Returns the attention output over these keys, float32, `(QUERIES, DIM_PAD)`, and its `lse` to
-    base 2, float32, `(QUERIES,)`; zeros and -inf where a query sees no key.
+    Returns the output over these keys, `(QUERIES, DIM_PAD)`, and its base-2 `lse`, `(QUERIES,)`,
+    both float32. A query that sees no key gets zeros and -inf.
     """
     m_i = tl.full([QUERIES], -float("inf"), tl.float32)
     l_i = tl.zeros([QUERIES, _ONES], tl.float32)
@@ -143,7 +137,7 @@ def merge_states(lse, out, split_lse, split_out):
     shift = tl.where(m_i == -float("inf"), 0.0, m_i)
     weight, split_weight = tl.exp2(lse - shift), tl.exp2(split_lse - shift)
     l_i = weight + split_weight
-    # Where one side has no weight, the other stays as it is, to the last bit.
+    # If one side has weight 0, the other keeps all its bits.
     share = tl.where(l_i > 0.0, split_weight / tl.where(l_i > 0.0, l_i, 1.0), 0.0)[:, None]
     out = tl.fma(split_out - out, share, out)
     return tl.where(l_i > 0.0, shift + tl.log2(l_i), -float("inf")), out
@@ -151,7 +145,7 @@ def merge_states(lse, out, split_lse, split_out):
 
 @triton.jit
 def add_sink(lse, out, sink):
-    """Add an attention sink: a score that takes weight and has no value."""
+    """Add an attention sink: a score that takes weight but has no value."""
     sink = sink.to(tl.float32) * LOG2E
     m_i = tl.maximum(lse, sink)
     weight = tl.exp2(lse - m_i)

@@ -1,6 +1,6 @@
 """Batch-invariant linear layers in Triton; defined by `torch.nn.functional.linear`.
 
-Where a layer has few outputs, cuBLAS splits the inner dimension over the GPU, and the number of
+For a layer with few outputs, cuBLAS splits the inner dimension over the GPU, and the number of
 splits depends on the number of rows. Here each program sums the whole inner dimension in order.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The size of a tile changes no bit: the matrix unit sums along the inner dimension.
+# Tile sizes change no bit: the matrix unit always sums along the inner dimension.
 _SMALL_TILE = {"OUTPUTS": 64, "ROWS": 32, "INNER": 128, "num_warps": 4, "num_stages": 3}
 _LARGE_TILE = {"OUTPUTS": 128, "ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
 _LARGE_TILE_ROWS = 512
@@ -44,15 +44,9 @@ def _batch_invariant_linear_kernel(
 
 
 def batch_invariant_linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear(states, weight, bias)`.
-
-    Args:
-        states: `(..., inner)`.
-        weight: `(outputs, inner)`, of the same dtype.
-        bias: `(outputs,)`.
-    """
+    """`linear(states, weight, bias)`; `states` is `(..., inner)`, all of one dtype."""
     flat = states.reshape(-1, states.shape[-1])
-    # Rows may have any stride; the numbers of a row have to be contiguous.
+    # The kernel takes any row stride but needs each row contiguous.
     flat, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (flat, weight))
     rows, outputs = len(flat), len(weight)
     out = torch.empty((rows, outputs), dtype=states.dtype, device=states.device)

@@ -26,24 +26,17 @@ def attend_packed(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attend within each of N packed sequences.
+    """Attend within each of N packed sequences; inputs are 16 bit.
 
     Args:
-        query_THD: Queries, 16 bit.
-        keys_TKD: Keys of the same tokens.
-        values_TKD: Values of the same tokens.
         starts_N: Packed index of each sequence's first token, int64. Sequences leave no gap.
         longest: Tokens of the longest sequence.
-        scale: Multiplies the scores.
         window: Tokens a query sees, itself included. `None`: all.
-
-    Returns:
-        `(T, H, D)`.
     """
     num_tokens = starts_N.new_full((1,), len(query_THD))
     bounds = torch.cat([starts_N, num_tokens]).int()
-    # Not the public `varlen_attn`: for grouped heads torch 2.13 demands `enable_gqa`, which 2.11
-    # lacks; and each call adds a `zeros` kernel and the checks of `torch.library.custom_op`.
+    # Not the public `varlen_attn`: for grouped heads torch 2.13 requires `enable_gqa`, which 2.11
+    # lacks, and each call adds a `zeros` kernel and the checks of `torch.library.custom_op`.
     output, *_ = torch.ops.aten._flash_attention_forward(
         query_THD,
         keys_TKD,
@@ -76,17 +69,10 @@ def backward_packed(
 ) -> list[Tensor]:
     """Gradients of queries, keys and values, from the output and logsumexp of any forward.
 
-    Args:
-        gradient_THD: Gradient of the output.
-        query_THD: Queries, 16 bit.
-        keys_TKD: Keys.
-        values_TKD: Values.
-        output_THD: Output of attention.
+    Args as in `attend_packed`, and:
         lse_HT: Natural logarithm of each query's sum of weights, float32; inf excludes a query.
-        bounds: Packed index where each sequence begins, and where the last one ends, `(N + 1,)`.
-        longest: At least the tokens of the longest sequence.
-        scale: Multiplies the scores.
-        window: Tokens a query sees, itself included. `None`: all.
+        bounds: Packed index of each sequence's first token, then T, `(N + 1,)`.
+        longest: An upper bound suffices.
     """
     bounds, unused = bounds.int(), bounds.new_zeros(2, dtype=torch.uint64)
     return list(
@@ -111,8 +97,5 @@ def backward_packed(
     )
 
 
-def _window(window: int | None) -> dict[str, int | None]:
-    return {
-        "window_size_left": None if window is None else window - 1,
-        "window_size_right": None if window is None else 0,
-    }
+def _window(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}

@@ -1,14 +1,15 @@
-"""Attention over keys and values in KV pages, in plain torch.
+"""Attention over KV pages, in plain torch.
 
 Shape letters: N sequences, Q queries a sequence, C context tokens, T packed tokens, H query heads,
-K key/value heads, D head size, P pages, S tokens a page.
+K key/value heads, D head size, P pages, S tokens a page. A layer's `cache` is its keys and its
+values, each `(P, S, K, D)`.
 """
 
 import torch
 from torch import Tensor
 
 SPLIT_TOKENS = 2048
-"""Tokens of a row's context that one decode program attends over."""
+"""Context tokens that one decode program attends over."""
 
 
 def store_kv(
@@ -17,14 +18,7 @@ def store_kv(
     cache: tuple[Tensor, Tensor],
     places: tuple[Tensor, Tensor],
 ) -> None:
-    """Write packed keys and values to their pages.
-
-    Args:
-        keys_TKD: New keys.
-        values_TKD: New values.
-        cache: A layer's keys and values, each `(P, S, K, D)`.
-        places: Page and offset in the page of each token, each int64 `(T,)`.
-    """
+    """Write packed keys and values to `places`: page and offset of each token, int64 `(T,)`."""
     for new, cached in zip((keys_TKD, values_TKD), cache, strict=True):
         cached[places] = new.to(cached.dtype)
 
@@ -32,15 +26,9 @@ def store_kv(
 def gather_kv(
     cache: tuple[Tensor, Tensor], page_table_NP: Tensor, context: int
 ) -> tuple[Tensor, Tensor]:
-    """Read the first `context` keys and values of each sequence.
+    """Read the first `context` keys and values of each sequence, each `(N, C, K, D)`.
 
-    Args:
-        cache: A layer's keys and values, each `(P, S, K, D)`.
-        page_table_NP: Page ids of each sequence in token order, int64.
-        context: Tokens to read. Those past a sequence's own end are arbitrary.
-
-    Returns:
-        Keys and values, each `(N, C, K, D)`.
+    `page_table_NP` is int64, in token order. Entries past a sequence's end are arbitrary.
     """
     page_tokens = cache[0].shape[1]
     tokens_C = torch.arange(context, device=page_table_NP.device)
@@ -60,20 +48,14 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention with grouped heads; key `i` lies at position `i`. In float32 at least.
+    """Causal attention with grouped heads, computed in float32 or wider; returns the query's dtype.
 
     Args:
-        query_NQHD: Queries.
-        keys_NCKD: Keys from position 0 on. Those past a query's position have no influence.
-        values_NCKD: Values.
+        keys_NCKD: Key `i` has position `i`. Keys past a query's position have no influence.
         positions_NQ: Position of each query, int64.
-        scale: Multiplies the scores.
-        window: A query sees its own token and the `window - 1` before it. `None`: all.
+        window: Tokens a query sees, itself included. `None`: all.
         softcap: Scores become `softcap * tanh(scores / softcap)` (Gemma 2).
-        sinks_H: Each head's attention sink: a score that takes weight and has no value (gpt-oss).
-
-    Returns:
-        `(N, Q, H, D)` in the query's dtype.
+        sinks_H: Each head's attention sink: a score that takes weight but has no value (gpt-oss).
     """
     num_seqs, num_queries, num_heads, head_dim = query_NQHD.shape
     context, num_kv_heads = keys_NCKD.shape[1:3]
@@ -81,12 +63,12 @@ def attend(
     visible_NQC = key_positions <= positions_NQ[..., None]
     if window is not None:
         visible_NQC &= key_positions > positions_NQ[..., None] - window
-    # A value that no query sees can be NaN, and 0 * NaN is NaN: zero it before the product.
+    # Unseen values can be NaN, and 0 * NaN is NaN: zero them before the product.
     seen_NC11 = visible_NQC.any(dim=1)[..., None, None]
     dtype = torch.promote_types(query_NQHD.dtype, torch.float32)
     values = torch.where(seen_NC11, values_NCKD, 0.0).to(dtype).permute(0, 2, 1, 3)
     keys = keys_NCKD.to(dtype).permute(0, 2, 3, 1)
-    # Query heads that share a key head are rows of one product.
+    # Query heads that share a key head become rows of one product.
     query = query_NQHD.to(dtype).unflatten(2, (num_kv_heads, -1))
     query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (query @ keys * scale).unflatten(2, (-1, num_queries))

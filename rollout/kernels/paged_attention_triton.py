@@ -1,7 +1,8 @@
-"""Paged attention in Triton: decode, and runs of tokens; defined by `paged_attention`.
+"""Paged attention in Triton, for decode and for runs of tokens; defined by `paged_attention`.
 
 Shape letters: R decode rows, N runs, T packed tokens, L lanes, H query heads, K key/value heads,
-D head size, P pages.
+D head size, P pages. A layer's `cache` is its keys and values, each `(pages, page_tokens, K, D)`.
+`window`, `softcap` and `sinks_H` are those of `paged_attention.attend`.
 """
 
 from typing import Any
@@ -15,14 +16,14 @@ from rollout.kernels.attention_core_triton import LOG2E, add_sink, attend_split,
 from rollout.kernels.paged_attention import SPLIT_TOKENS
 from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
-# Fastest of those tried on an H200; see examples/README.md.
+# The fastest settings measured on an H200; see examples/README.md.
 _QUERY_BLOCK = 64
 _DECODE = {"num_warps": 2, "num_stages": 3}
 _PREFILL = {"num_warps": 4, "num_stages": 2}
 _MIN_DOT_ROWS = 16  # the matrix unit takes no smaller side
 
 
-# Compiled once for all contexts: Triton would specialise on whether 16 divides `num_splits`.
+# `do_not_specialize`: Triton would compile anew when 16 divides `num_splits`.
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
     Q, K, V, TABLE, LANES, POSITIONS, SINKS, OUT, LSE,
@@ -33,7 +34,7 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the query heads of one row that share a key/value head, over one split."""
+    """Attend with one row's query heads that share a key/value head, over one split."""
     gdc_wait(PDL)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(POSITIONS + row)
@@ -74,7 +75,7 @@ def _merge_splits_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge a head's splits in order, only those it has: `num_splits` changes no bit."""
+    """Merge a head's own splits in order; `num_splits` is a bound and changes no bit."""
     gdc_wait(PDL)
     at = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + at // HEADS)
@@ -104,7 +105,7 @@ def _runs_kernel(
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Attend with one head of `QUERIES` consecutive tokens of one run."""
-    # The longest tiles run first, so that short ones fill the gaps at the end.
+    # Start the longest tiles first; short ones fill the gaps at the end.
     head, run = tl.program_id(0), tl.program_id(1)
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
     lane = tl.load(RUNS + run * 4)
@@ -158,23 +159,13 @@ def decode(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend with one query a row over the row's pages; see `paged_attention.attend`.
+    """Attend with one query a row over the row's pages; returns the query's dtype.
 
     Args:
-        query_RHD: Queries.
-        cache: A layer's keys and values, each `(pages, page_tokens, K, D)`.
         page_table_LP: Page ids of each lane, int64.
-        lanes_R: Lane of each row, int64.
-        positions_R: Position of each query, int64, below `max_context`.
-        max_context: Bounds the launch and is baked into a captured graph. Results do not depend
-            on it.
-        scale: Multiplies the scores.
-        window: Tokens a query sees, itself included. `None`: all.
-        softcap: Caps the scores.
-        sinks_H: Each head's attention sink: a score that takes weight and has no value.
-
-    Returns:
-        `(R, H, D)` in the query's dtype.
+        lanes_R: Lane of each row, int64, contiguous.
+        positions_R: Position of each query, int64, contiguous, below `max_context`.
+        max_context: Sets the launch size, which a captured graph keeps. Changes no result.
     """
     assert lanes_R.is_contiguous()
     assert positions_R.is_contiguous()
@@ -220,24 +211,18 @@ def attend_runs(
     sinks_H: Tensor | None = None,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with runs of consecutive tokens, packed; each sees its sequence from the start.
+    """Attend with packed runs of consecutive tokens; each run sees its sequence from the start.
 
     Args:
-        query_THD: Queries of all runs.
-        keys_and_values: A layer's pages, each `(pages, page_tokens, K, D)`; or, without
-            `page_table_LP`, those of the packed tokens, each `(T, K, D)`.
-        runs_N4: Lane, first packed token, number of tokens, first position of each run, int64.
+        keys_and_values: A layer's `cache`. If `page_table_LP` is `None`: keys and values of the
+            packed tokens, each `(T, K, D)`.
+        runs_N4: Lane, first packed token, number of tokens and first position, int64, contiguous.
         longest: Tokens of the longest run.
-        scale: Multiplies the scores.
         page_table_LP: Page ids of each lane, int64.
-        window: Tokens a query sees, itself included. `None`: all.
-        softcap: Caps the scores.
-        sinks_H: Each head's attention sink: a score that takes weight and has no value.
-        with_lse: Also return the natural logarithm of each query's sum of weights.
 
     Returns:
-        `(T, H, D)` in the query's dtype, 0 for tokens of no run; and `(H, T)`, float32, inf for
-        them, or `None`.
+        The output in the query's dtype, 0 for tokens outside all runs. With `with_lse`, also the
+        natural logarithm of each query's sum of weights, `(H, T)`, float32, inf for those tokens.
     """
     assert runs_N4.is_contiguous()
     query = query_THD.contiguous()
@@ -265,16 +250,11 @@ def attend_runs(
 
 
 def _sizes(
-    query: Tensor,
-    keys: Tensor,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+    query: Tensor, keys: Tensor, window: int | None, softcap: float | None, sinks_H: Tensor | None
 ) -> dict[str, Any]:
-    """Compile-time arguments that decode and prefill share."""
     dim = query.shape[-1]
     dim_pad = max(_MIN_DOT_ROWS, triton.next_power_of_2(dim))
-    # Keys and values of one block have to fit into shared memory, several stages deep.
+    # Several stages of keys and values must fit into shared memory.
     block = 64 if dim_pad <= 128 else 32
     return {
         "HEADS": query.shape[1],

@@ -1,7 +1,4 @@
-"""Penalties and suppressed tokens, in plain torch.
-
-Shape letters: R rows, V vocabulary.
-"""
+"""Penalties and suppressed tokens, in plain torch. Shape letters: R rows, V vocabulary."""
 
 import torch
 from torch import Tensor
@@ -10,18 +7,18 @@ from rollout.scheduler.token_flags import COUNT_UNIT, EOS, SEEN, SUPPRESSED
 
 
 def penalise(logits_RV: Tensor, flags_RV: Tensor, penalties_R3: Tensor, early_R: Tensor) -> Tensor:
-    """Logits after the repetition penalty, then the other two, then suppression.
+    """Logits after repetition, presence and frequency penalty, then suppression.
 
     Args:
         logits_RV: float32.
         flags_RV: int32; see `rollout.scheduler.token_flags`.
-        penalties_R3: float32: repetition, presence and frequency penalty. The first divides
-            positive logits of seen tokens and multiplies negative ones. The second is subtracted
-            from the logits of generated tokens, the third as often as they were generated.
-        early_R: Whether the row must not end yet, bool.
+        penalties_R3: float32. Repetition divides positive logits of seen tokens and multiplies
+            negative ones. Presence is subtracted once from generated tokens, frequency once for
+            each time they were generated.
+        early_R: Whether EOS is suppressed because the row must not end yet, bool.
 
     Returns:
-        float32, `(R, V)`: `-inf` for suppressed tokens; the same bits where nothing applies.
+        float32: `-inf` for suppressed tokens, the same bits if nothing applies.
     """
     repetition_R1, presence_R1, frequency_R1 = penalties_R3.split(1, dim=1)
     harsher_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)

@@ -1,9 +1,9 @@
 """Philox4x32-10 noise, which depends on a key and a counter alone.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A draw
-keyed by (row seed, position) is the same in any batch, lane or slot, and leaves the global
-random state alone. Logarithms are built from operations that every device rounds the same way, so
-that CPU, CUDA and Triton draw the same bits.
+keyed by (row seed, position) is the same in any batch, lane or slot, and does not touch torch's
+global random state. Logarithms use only operations that every device rounds the same way, so CPU,
+CUDA and Triton draw the same bits.
 """
 
 import torch
@@ -14,7 +14,7 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 
-# ln 2 in two parts: an exponent times the first is exact.
+# ln 2 in two parts; the product of an exponent and the first part is exact.
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.4286068203094172e-06
 SQRT2_BITS = 0x3FB504F3
 # log(m) = 2 atanh(s) = 2s + 2s^3/3 + 2s^5/5 + ..., s = (m - 1) / (m + 1), for m near 1
@@ -24,19 +24,14 @@ Uint32x4 = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(key: Tensor, counter: Uint32x4) -> Uint32x4:
-    """Four random 32-bit words for each key and counter.
+    """Four random 32-bit words for each int64 key and counter, as int64 in `[0, 2**32)`.
 
-    Args:
-        key: int64, the 64 key bits.
-        counter: The counter's four 32-bit words, lowest first, int64, broadcast against `key`.
-
-    Returns:
-        Four int64 tensors of the broadcast shape, each in `[0, 2**32)`.
+    The counter is four 32-bit words, lowest first, int64; they broadcast against `key`.
     """
     key_0, key_1 = key & _MASK, (key >> 32) & _MASK
     word_0, word_1, word_2, word_3 = counter
     for _ in range(_ROUNDS):
-        # Products wrap around in int64, and all 64 bits are still those of the unsigned product.
+        # int64 products wrap around but have the same 64 bits as unsigned products.
         product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
         word_0, word_2 = (
             ((product_1 >> 32) & _MASK) ^ word_1 ^ key_0,
@@ -63,19 +58,11 @@ def log(x: Tensor) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise, one number for each row and token.
+    """Standard Gumbel noise, finite float32, `(rows, vocab)`, from int64 seeds and positions.
 
-    Token `v` takes word `v % 4` of counter `(v // 4, position, 0, 0)`. A word `w` is the uniform
-    number `u = (w + 0.5) / 2**32`, and the noise `-log(-log1p(-u))`: small `u`, which decide an
-    argmax, keep all their bits.
-
-    Args:
-        seeds: Key of each row, int64, `(rows,)`.
-        positions: Position of the token to draw, int64, `(rows,)`.
-        vocab: Tokens.
-
-    Returns:
-        float32, `(rows, vocab)`, finite.
+    Token `v` takes word `v % 4` of counter `(v // 4, position, 0, 0)`. A word `w` gives the uniform
+    number `u = (w + 0.5) / 2**32` and the noise `-log(-log1p(-u))`. A small `u` wins an argmax, and
+    this form keeps all its bits.
     """
     quads, positions = torch.broadcast_tensors(
         torch.arange(-(-vocab // 4), device=seeds.device), positions[:, None]

@@ -1,9 +1,9 @@
-"""RMS norm in Triton, optionally of a sum, with the bits that torch gives.
+"""RMS norm in Triton, optionally of a sum, with the same bits as torch.
 
 It sums in the order of torch's mean over a row. Each of 32 threads takes four neighbouring numbers
-out of every 128 and keeps one running sum for each of the four. A thread adds up its four sums,
-then half of the threads add their sums to those of the other half, until one is left. This order
-was found by experiment; `rollout.exact.compile` checks that it holds.
+of every 128 and keeps one running sum for each of the four. A thread adds up its four sums. Then
+the upper half of the threads adds its sums to the lower half, until one is left. This order was
+found by experiment; `rollout.exact.compile` checks that it holds.
 """
 
 import torch
@@ -19,14 +19,14 @@ _CHUNK = tl.constexpr(128)
 
 @triton.jit
 def _halve(sums, HALF: tl.constexpr):
-    """Add the upper half of `2 * HALF` sums to the lower."""
+    """Add the upper half of `2 * HALF` sums to the lower half."""
     low, high = tl.split(tl.trans(tl.reshape(sums, (2, HALF))))
     return low + high
 
 
 @triton.jit
 def _reduce(sums):
-    """The sum of a chunk's 128 running sums."""
+    """Add up a chunk's 128 running sums."""
     even, odd = tl.split(tl.reshape(sums, (32, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -69,16 +69,14 @@ def _rms_norm_kernel(
 def rms_norm(
     states: Tensor, weight: Tensor, eps: float, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`weight * (s / sqrt(mean(s ** 2) + eps))` over the last dimension, for `s = states + added`.
+    """Return `weight * (s / sqrt(mean(s ** 2) + eps))` and `s = states + added`.
+
+    The mean is over the last dimension. The norm has the promoted dtype of `states` and `weight`.
 
     Args:
-        states: `(..., rows, size)`; its leading dimensions can be viewed as one.
+        states: `(..., rows, size)`; its leading dimensions must be viewable as one.
         weight: `(size,)`.
-        eps: Added to the mean.
-        added: Like `states`, with the same strides. `None`: zeros.
-
-    Returns:
-        The norm, in the promoted dtype of states and weight, and the sum `s`.
+        added: Same shape and strides as `states`. `None`: zeros.
     """
     size = weight.shape[0]
     rows = states.reshape(-1, *states.shape[-2:])
@@ -97,7 +95,7 @@ def rms_norm(
         eps, 1.0 / size, size,
         CHUNKS=triton.cdiv(size, _CHUNK.value), SIZE_PAD=triton.next_power_of_2(size),
         HAS_ADDED=added is not None, num_warps=4 if size > 512 else 1,
-        # A fused multiply-add does not round the square, unlike torch.
+        # A fused multiply-add would skip torch's rounding of the square.
         enable_fp_fusion=False,
         **pdl_options(),
     )  # fmt: skip

@@ -1,7 +1,4 @@
-"""Sampling by the Gumbel-max trick, in plain torch.
-
-Shape letters: R rows, V vocabulary.
-"""
+"""Sampling by the Gumbel-max trick, in plain torch. Shape letters: R rows, V vocabulary."""
 
 import torch
 from torch import Tensor
@@ -14,7 +11,7 @@ _LEAST = torch.finfo(torch.float32).min
 def scale(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
     """Logits divided by the temperature, float32; a temperature of 0 counts as 1.
 
-    They are multiplied by the inverse, as in TRL's fused head: a division rounds differently.
+    The code multiplies by the inverse, as TRL's fused head does: a division rounds differently.
     """
     inverse_R = 1.0 / temperature_R.masked_fill(temperature_R == 0, 1.0)
     return logits_RV.float() * inverse_R[:, None]
@@ -27,21 +24,19 @@ def sample(
     positions_R: Tensor,
     num_scores: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row from `softmax(logits / temperature)`, by the Gumbel-max trick.
+    """Draw one token a row from `softmax(logits / temperature)`: Gumbel noise, then argmax.
 
-    `argmax(logits / temperature + Gumbel noise)` is such a draw. A temperature of 0 takes the most
-    likely token and scores it at temperature 1.
+    A temperature of 0 takes the most likely token and scores it at temperature 1.
 
     Args:
-        logits_RV: Any float dtype.
         temperature_R: float32, at least 0.
         seeds_R: Key of each row's noise, int64.
         positions_R: Position of the token to draw in its row, int64.
-        num_scores: 1, or 2 for the entropy as well.
+        num_scores: 1, or 2 to add the entropy.
 
     Returns:
-        Token ids, int64, `(R,)`, and their scores, float32, `(R, num_scores)`: natural-log
-        probability at the temperature over the full vocabulary, and entropy of that distribution.
+        Token ids, int64, and float32 scores, `(R, num_scores)`: the token's natural-log probability
+        at the temperature over the full vocabulary, and the entropy of that distribution.
     """
     scaled_RV = scale(logits_RV, temperature_R)
     greedy_R1 = (temperature_R == 0)[:, None]
@@ -50,6 +45,6 @@ def sample(
     logprobs_RV = scaled_RV.log_softmax(dim=1)
     scores = [logprobs_RV.gather(1, tokens_R[:, None])[:, 0]]
     if num_scores == 2:
-        # A masked logit has a probability of 0, and 0 * -inf is NaN.
+        # The clamp avoids NaN: a masked token would give 0 * -inf.
         scores.append(-(logprobs_RV.exp() * logprobs_RV.clamp(min=_LEAST)).sum(dim=1))
     return tokens_R, torch.stack(scores, dim=1)

@@ -1,10 +1,9 @@
 """Sampling with one read of the logits, in Triton; defined by `sample.sample`.
 
-Each program takes a chunk of one row's vocabulary and computes temperature, Gumbel noise, argmax
-and log-sum-exp in one pass. A second kernel merges the chunks of a row.
-
-`m_i` is the maximum of the logits at temperature, `l_i` the sum of the weights `exp(logit - m_i)`,
-and `e_i` that of `weight * (logit - m_i)`, which gives the entropy.
+Each program computes temperature, Gumbel noise, argmax and log-sum-exp for a chunk of one row's
+vocabulary. A second kernel merges the chunks. `m_i` is the maximum of the logits at temperature,
+`l_i` the sum of the weights `exp(logit - m_i)`, and `e_i` the sum of `weight * (logit - m_i)`,
+which gives the entropy.
 
 Shape letters: R rows, V vocabulary, C chunks.
 """
@@ -88,7 +87,7 @@ def _chunk_kernel(
         weights = tl.exp(scaled - shift)
         alpha = tl.exp(m_i - shift)
         if ENTROPY:
-            # Relative to the maximum, for accuracy. A masked logit is -inf, and 0 * -inf is NaN.
+            # Relative to the maximum, for accuracy. Masked logits would give 0 * -inf, NaN.
             moved = tl.where(l_i > 0.0, (m_i - shift) * l_i, 0.0)
             terms = tl.where(weights > 0.0, weights * (scaled - shift), 0.0)
             e_i = (e_i + moved) * alpha + tl.sum(tl.sum(terms, 1), 0)
@@ -109,7 +108,6 @@ def _row_kernel(
     SCORES, TOKENS, CHOSEN, M, L, E, OUT_TOKENS, OUT_SCORES, num_chunks,
     CHUNKS_PAD: tl.constexpr, NUM_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of one row."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS_PAD)
     at, mask = row * num_chunks + chunks, chunks < num_chunks
@@ -137,12 +135,12 @@ def sample(
     positions_R: Tensor,
     num_scores: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """As `sample.sample`: the same draws, bit for bit."""
+    """`sample.sample`, bit for bit the same draws."""
     num_rows, vocab = logits_RV.shape
     num_chunks = triton.cdiv(vocab, _CHUNK)
     device = logits_RV.device
     shape = (num_rows, num_chunks)
-    # One tensor each: Triton compiles anew for an address that 16 does not divide.
+    # Separate tensors: slices may be unaligned, and Triton compiles anew for those.
     scores_RC, chosen_RC, m_RC, l_RC, e_RC = (
         torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5)
     )

@@ -1,4 +1,4 @@
-"""`silu(gate) * up` in Triton, with the bits that torch gives."""
+"""`silu(gate) * up` in Triton, with the same bits as torch."""
 
 import torch
 import triton
@@ -22,18 +22,13 @@ def _silu_and_mul_kernel(
     gate = tl.load(GATE + row * gate_stride + at, mask=mask, other=0.0)
     up = tl.load(UP + row * up_stride + at, mask=mask, other=0.0)
     gate_f32 = gate.to(tl.float32)
-    # Rounded to the dtype before the product, as torch does.
+    # Round to the dtype before the product, as torch does.
     activated = tl.div_rn(gate_f32, 1.0 + libdevice.exp(-gate_f32)).to(gate.dtype)
     tl.store(OUT + row * size + at, activated * up, mask=mask)
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`.
-
-    Args:
-        gate: `(..., size)`; its leading dimensions can be viewed as one.
-        up: Likewise, of the same shape and dtype.
-    """
+    """`silu(gate) * up`, both `(..., size)`; leading dimensions must be viewable as one."""
     size = gate.shape[-1]
     gates, ups = gate.reshape(-1, size), up.reshape(-1, size)
     assert gates.stride(1) == ups.stride(1) == 1

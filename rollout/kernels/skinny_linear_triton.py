@@ -1,7 +1,7 @@
 """Linear layers of few rows (skinny GEMM) in Triton; defined by `torch.nn.functional.linear`.
 
-Such a product takes as long as reading its weights, plus the time in which nothing is read. PDL
-shortens the latter. Each program computes all rows, so that each weight is read once.
+Reading the weights takes most of the time. PDL shortens the time in which nothing is read. Each
+program computes all rows, so each weight is read once.
 """
 
 from functools import cache
@@ -14,16 +14,16 @@ from torch import Tensor
 from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 MOST_ROWS = 32
-"""With more rows cuBLAS is as fast; measured with 64 on an H200."""
+"""cuBLAS is as fast with more rows, measured with 64 on an H200."""
 
 _OUTPUTS, _INNER = 64, 128
-# Pipeline stages, measured on an H200: deep where a multiprocessor runs one program, shallow where
-# it runs two side by side, of which one reads while the other begins or ends.
+# Pipeline stages, measured on an H200: deep if a multiprocessor runs one program, shallow if it
+# runs two, because one reads while the other starts or ends.
 _DEEP, _SHALLOW = 6, 3
 _MIN_STEPS = 4  # blocks of the inner dimension in one split
 
 
-# Compiled once for any number of rows: Triton would specialise on whether 16 divides it.
+# `do_not_specialize`: Triton would compile anew when 16 divides `rows`.
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_linear_kernel(
     STATES, WEIGHT, BIAS, OUT, PARTS, ARRIVALS, rows, outputs, inner, split_inner,
@@ -48,7 +48,7 @@ def _skinny_linear_kernel(
     if SPLIT_K > 1:
         tl.store(PARTS + split * rows * outputs + out_at, acc, mask=row_mask[None, :])
         tl.debug_barrier()
-        # ORDER: the last program of a tile adds up, in order, what the others have stored
+        # ORDER: the last program of a tile adds all stored parts, always from the first
         last = tl.atomic_add(ARRIVALS + tile, 1, sem="acq_rel") == SPLIT_K - 1
     if last:
         if SPLIT_K > 1:
@@ -63,13 +63,7 @@ def _skinny_linear_kernel(
 
 
 def skinny_linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear(states, weight, bias)`.
-
-    Args:
-        states: `(..., inner)`, at most `MOST_ROWS` rows, 16 bit.
-        weight: `(outputs, inner)`, contiguous, of the same dtype and a shape that `divides`.
-        bias: `(outputs,)`.
-    """
+    """`linear(states, weight, bias)`, 16 bit; `MOST_ROWS` bounds the rows, the weight `divides`."""
     flat = states.reshape(-1, states.shape[-1]).contiguous()
     (rows, inner), outputs = flat.shape, len(weight)
     tiles = outputs // _OUTPUTS
@@ -94,7 +88,7 @@ def divides(outputs: int, inner: int) -> bool:
 
 
 def split_k(tiles: int, inner: int, num_units: int) -> int:
-    """Splits of the inner dimension: as many as keep most of `num_units` multiprocessors busy."""
+    """Splits of the inner dimension: enough to keep most of `num_units` multiprocessors busy."""
     splits = 1
     while (
         tiles * 2 * splits <= num_units
@@ -107,13 +101,13 @@ def split_k(tiles: int, inner: int, num_units: int) -> int:
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """How many programs of each tile are done, int32; zeros between two products.
+    """Count finished programs of each tile, int32; all zero between products.
 
-    The first product makes it. That one compiles its kernel and so is never captured: a graph would
-    keep the counts in its own memory pool and zero them in each step.
+    The first product compiles its kernel, so it is never captured. If a capture allocated this
+    tensor, the graph would zero it in each step.
     """
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-    # ALIAS: all products of a device count here; they run one after another on one stream
+    # ALIAS: all products of a device share it; one stream runs them one after another
     return torch.zeros(_multiprocessors(device), dtype=torch.int32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Writing keys and values to KV pages in Triton; defined by `paged_attention.store_kv`."""
+"""Write keys and values to KV pages, in Triton; defined by `paged_attention.store_kv`."""
 
 import triton
 import triton.language as tl
@@ -9,23 +9,10 @@ from rollout.kernels.pdl_triton import gdc_wait, pdl_options
 
 @triton.jit
 def _store_kv_kernel(
-    KEYS,
-    VALUES,
-    K,
-    V,
-    TABLE,
-    LANES,
-    POSITIONS,
-    table_stride,
-    page_stride,
-    token_stride,
-    key_stride,
-    value_stride,
-    PAGE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    KEYS, VALUES, K, V, TABLE, LANES, POSITIONS,
+    table_stride, page_stride, token_stride, key_stride, value_stride,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write one token's keys and values, `WIDTH` numbers each."""
     gdc_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -48,15 +35,13 @@ def store_kv(
     lanes_T: Tensor,
     positions_T: Tensor,
 ) -> None:
-    """Write packed keys and values to the pages of their rows.
+    """Write packed keys and values, of any token stride, to the pages of their rows.
 
     Args:
-        keys_TKD: New keys, any token stride.
-        values_TKD: New values, likewise.
         cache: A layer's keys and values, each `(pages, page_tokens, K, D)`, any page stride.
         page_table_LP: Page ids of each lane, int64.
-        lanes_T: Lane of each token, int64.
-        positions_T: Position of each token in its row, int64.
+        lanes_T: Lane of each token, int64, contiguous.
+        positions_T: Position of each token in its row, int64, contiguous.
     """
     assert lanes_T.is_contiguous()
     assert positions_T.is_contiguous()

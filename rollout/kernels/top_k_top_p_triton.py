@@ -1,8 +1,8 @@
 """Top-k, top-p and min-p without a sort, in Triton; defined by `top_k_top_p.top_k_top_p`.
 
-Each program searches the threshold of one row by bisection over all float32 numbers: the highest
-one that at least `top_k` tokens reach, or tokens with a share of `top_p` together. The row's logits
-stay in the cache meanwhile.
+Each program bisects over all float32 numbers for one row's threshold: the highest number that
+`top_k` tokens reach, or that tokens with a total share of `top_p` reach. The row's logits stay in
+the cache meanwhile.
 """
 
 import torch
@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_HALVINGS = 32  # leave one of 2**32 numbers
+_HALVINGS = 32  # bisecting 2**32 numbers leaves one
 _LOWEST = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
 @triton.jit
 def _key(x):
-    """Float32 numbers as int32 numbers of the same order; its own inverse, on bits."""
+    """Map float32 to int32 in the same order. On the bits, the map is its own inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -43,7 +43,7 @@ def _bisect(
     ROW, vocab, m, low, high, target,
     WEIGHTED: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The highest key in `[low, high]` whose `_sum_from` is at least `target`."""
+    """Find the highest key in `[low, high]` whose `_sum_from` is at least `target`."""
     for _ in range(HALVINGS):
         middle = low + (high - low + 1) // 2
         enough = _sum_from(ROW, vocab, m, middle, WEIGHTED, BLOCK) >= target
@@ -75,7 +75,7 @@ def _threshold_kernel(
 
 
 def top_k_top_p(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """As `top_k_top_p.top_k_top_p`, but a sum that just reaches `top_p` may round differently."""
+    """`top_k_top_p.top_k_top_p`; a sum that just reaches `top_p` may round differently."""
     num_rows, vocab = scaled_RV.shape
     max_R = scaled_RV.amax(dim=1)
     thresholds_R = torch.empty_like(max_R)

@@ -1,1 +1,1 @@
-"""GPU memory that is taken for a rollout and given back to the trainer."""
+"""GPU memory that a rollout allocates and releases to the trainer afterwards."""

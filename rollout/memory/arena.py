@@ -1,8 +1,7 @@
-"""Arenas: memory that is taken for a rollout and released to the trainer afterwards.
+"""Arenas: memory that a rollout allocates and releases to the trainer afterwards.
 
-On a GPU an arena is a range of addresses that never moves, while the memory behind it comes and
-goes. So a captured CUDA graph stays valid when the arena has grown, or was released and taken
-again. On a CPU an arena is a plain tensor.
+On a GPU an arena is a range of addresses that never moves. Only the memory behind it comes and
+goes, so captured CUDA graphs stay valid. On a CPU an arena is a plain tensor.
 """
 
 import logging
@@ -24,14 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class GrowthCost(NamedTuple):
-    """What the growth of an arena has cost.
+    """Cost of an arena's growth."""
 
-    Attributes:
-        released_bytes: Bytes of its cache that torch gave back to make room.
-        seconds: Time that it took.
-    """
-
-    released_bytes: int = 0
+    released_bytes: int = 0  # that torch's cache gave back to make room
     seconds: float = 0.0
 
 
@@ -49,18 +43,18 @@ class Arena(ABC):
     @property
     @abstractmethod
     def data(self) -> Tensor:
-        """All bytes, uint8, `(num_bytes,)`. A view is valid again once its bytes are allocated."""
+        """All bytes, uint8, `(num_bytes,)`. A view may be used whenever its bytes are allocated."""
 
     @property
     @abstractmethod
     def address(self) -> int:
-        """Address of the first byte, which captured graphs rely on."""
+        """Address of the first byte. Captured graphs contain it."""
 
     def grow(self, num_bytes: int) -> None:
-        """Allocate at least `num_bytes` in all. Old bytes keep their content, new ones hold any.
+        """Allocate at least `num_bytes` in total. Old bytes keep their values.
 
         Raises:
-            torch.OutOfMemoryError: There is not enough memory. Nothing has changed then.
+            torch.OutOfMemoryError: Nothing has changed then.
         """
         if num_bytes > self.num_bytes:
             began = time.perf_counter()
@@ -69,25 +63,25 @@ class Arena(ABC):
             self._cost = GrowthCost(before + released, seconds + time.perf_counter() - began)
 
     def take_costs(self) -> GrowthCost:
-        """The cost of all growth since the last call."""
+        """Return the cost of growth since the last call, and reset it."""
         cost, self._cost = self._cost, GrowthCost()
         return cost
 
     @abstractmethod
     def _grow(self, num_bytes: int) -> int:
-        """Grow to `num_bytes`; returns the bytes of its cache that torch gave back for it."""
+        """Grow to `num_bytes`. Return the bytes that torch's cache gave back."""
 
     @abstractmethod
     def release(self) -> None:
-        """Release all bytes, after the engine's streams have finished with them."""
+        """Release all bytes, once the engine's streams no longer use them."""
 
 
 class PlainArena(Arena):
-    """A tensor that moves when it grows: on a CPU, and on a GPU without virtual memory."""
+    """A tensor that moves when it grows. For CPUs, and GPUs without virtual memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        # Resized in place, so that views outlive a release, as in a `MappedArena`.
+        # Resized in place, so that views survive a release, as in a `MappedArena`.
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
 
     @property
@@ -107,7 +101,7 @@ class PlainArena(Arena):
         return empty.set_(self._storage, 0, (self.num_bytes,), (1,))
 
     def _grow(self, num_bytes: int) -> int:
-        self._storage.resize_(num_bytes)  # a copy: for a moment old and new bytes are allocated
+        self._storage.resize_(num_bytes)  # copies: old and new bytes coexist for a moment
         return 0  # torch empties its cache by itself
 
     def release(self) -> None:
@@ -116,11 +110,9 @@ class PlainArena(Arena):
 
 
 class MappedArena(Arena):
-    """A fixed range of GPU addresses, of which a beginning is backed by memory.
+    """A fixed range of GPU addresses. Memory backs the first `num_bytes` of them.
 
-    Args:
-        device: The GPU.
-        wait: Waits until all that the engine has launched is done.
+    `wait` must return only when all work that the engine has launched is done.
     """
 
     def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
@@ -131,7 +123,7 @@ class MappedArena(Arena):
         self._wait = wait
         self._all: Tensor | None = None
         closing = weakref.finalize(self, _close, self._range, wait)
-        closing.atexit = False  # the end of the process releases the memory
+        closing.atexit = False  # the driver frees the memory when the process ends
 
     @property
     def num_bytes(self) -> int:
@@ -149,8 +141,7 @@ class MappedArena(Arena):
         if self._all is None:
             if self.num_bytes == 0:
                 return torch.zeros(0, dtype=torch.uint8, device=self._device)
-            # Not before: torch asks the driver which device owns the address, and it has to be
-            # mapped for that.
+            # Only now: torch asks the driver for the address's device, so it must be mapped.
             self._all = _tensor_at(self.address, self._range.limit, self._device)
         return self._all[: self.num_bytes]
 
@@ -162,27 +153,22 @@ class MappedArena(Arena):
     def release(self) -> None:
         """Unmap all bytes; the addresses stay reserved."""
         if self.num_bytes:
-            # ORDER: a batch in flight still reads and writes them
+            # ORDER: a batch in flight still reads and writes these bytes
             self._wait()
             self._range.cut()
 
 
 def _close(addresses: AddressRange, wait: Callable[[], None]) -> None:
-    """Release the memory and addresses of an arena that was garbage-collected."""
+    """Release the memory and addresses of a garbage-collected arena."""
     try:
         wait()
     except RuntimeError:
-        return  # the device has failed and releases nothing before the process ends
+        return  # after a device error nothing can be freed before the process ends
     addresses.close()
 
 
 def open_arena(device: torch.device, wait: Callable[[], None]) -> Arena:
-    """An arena on `device`: mapped where the GPU has virtual memory, plain elsewhere.
-
-    Args:
-        device: Where the memory is.
-        wait: Waits until all that the engine has launched is done.
-    """
+    """Open a `MappedArena` if the GPU has virtual memory, else a `PlainArena`."""
     if device.type != "cuda":
         return PlainArena(device)
     if reason := why_no_virtual_memory(device):
@@ -194,14 +180,14 @@ def open_arena(device: torch.device, wait: Callable[[], None]) -> Arena:
 @cache
 def _warn_once(reason: str) -> None:
     logger.warning(
-        "no virtual memory (%s): KV pages move when they grow and after each sleep, so CUDA graphs "
-        "are captured again",
+        "no virtual memory on this GPU (%s). Rollouts work but start more slowly: CUDA graphs are "
+        "captured again each time KV pages grow, and after each sleep",
         reason,
     )
 
 
 class _CudaArray:
-    """GPU memory of another library, which `torch.as_tensor` wraps without a copy."""
+    """Lets `torch.as_tensor` wrap GPU memory of another library without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -213,38 +199,34 @@ class _CudaArray:
 
 
 def _tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    # ALIAS: a view of the address range, which outlives the memory mapped behind it
+    # ALIAS: a view of addresses; it lives longer than the memory mapped behind them
     return torch.as_tensor(_CudaArray(address, num_bytes), device=device)
 
 
 def make_room(num_bytes: int, device: torch.device) -> int:
-    """Empty torch's cache on a GPU unless `num_bytes` are free; returns the bytes it gave back.
+    """Empty torch's cache on a GPU unless `num_bytes` are free. Return the bytes that it released.
 
     A training step leaves most of the memory in that cache, where the driver cannot take it.
     """
     free, _ = torch.cuda.mem_get_info(device)
     if num_bytes <= free:
         return 0
-    # Not unless needed: the trainer then has to allocate its blocks from the driver again.
-    torch.cuda.empty_cache()  # noqa: TID251 -- no other call gives them back  # SYNC: torch does
+    # Only if needed: afterwards the trainer has to allocate its blocks from the driver again.
+    torch.cuda.empty_cache()  # noqa: TID251 -- the only way  # SYNC: torch waits before it frees
     return max(0, torch.cuda.mem_get_info(device)[0] - free)
 
 
 def max_kv_bytes(config: EngineConfig, device: torch.device, extra_bytes: int) -> int | None:
-    """Bytes that KV pages may take on `device` now; `None` for no limit. See `kv_limit`.
+    """Most bytes for KV pages on `device` now; `None`: no limit. See `kv_limit`.
 
-    Args:
-        config: Knobs.
-        device: Where the pages are.
-        extra_bytes: Added to the available bytes: those of the present pages, less those that a
-            rollout will take for something else.
+    `extra_bytes` counts as free: the present pages, less what a rollout has yet to allocate.
     """
     free = None if device.type != "cuda" else available_bytes(device) + extra_bytes
     return kv_limit(config, free)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that are free, or that torch caches and could give back."""
+    """Bytes of a GPU that are free, or that torch caches and can release."""
     free, _ = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     in_use = ("allocated_bytes.all.current", "inactive_split_bytes.all.current")

@@ -1,4 +1,4 @@
-"""The memory plan: what KV pages may take, and what the engine takes in and between rollouts."""
+"""The memory plan: the limit of KV pages, and the engine's memory in and between rollouts."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,10 @@ _GIB = 2**30
 
 
 def kv_limit(config: EngineConfig, free_bytes: int | None) -> int | None:
-    """Bytes that KV pages may take at most; `None` for no limit.
+    """Most bytes for KV pages: `kv_bytes`, or a share of the free memory; `None`: no limit.
 
-    They are `kv_bytes`, or `kv_fraction` of what is free beside `train_reserve_bytes`.
-
-    Args:
-        config: The engine's knobs.
-        free_bytes: Free on the device, those of the present pages included. `None`: unknown, as on
-            a CPU.
+    The share is `kv_fraction` of `free_bytes - train_reserve_bytes`. `free_bytes` includes the
+    present pages; `None`: unknown, as on a CPU.
 
     Example:
         >>> kv_limit(EngineConfig(kv_fraction=0.5, train_reserve_bytes=20), 100)
@@ -30,7 +26,7 @@ def kv_limit(config: EngineConfig, free_bytes: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class PlanLine:
-    """One line of the memory plan: a part's name, its bytes, and what decides them."""
+    """One line of the memory plan. `remark` says what decides the size."""
 
     name: str
     num_bytes: int
@@ -44,21 +40,17 @@ class PlanLine:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What the engine takes of a device's memory, in bytes.
+    """The engine's memory on a device, in bytes.
 
     Attributes:
-        device: Name of the device.
         weights: The trainer's weights, which the engine reads in place.
-        cast_weights: A second copy of weights, in the dtype that the trainer computes in.
-        graphs: Memory pool of the captured CUDA graphs.
+        cast_weights: Second copy of weights, in the dtype that the trainer computes in.
         buffers: State of lanes, and buffers for copies between host and device.
-        workspaces: Activations of a prefill, at most.
-        kv_pages: KV pages mapped for the present rows.
-        num_pages: Number of these pages.
-        kv_limit: Bytes that KV pages may take at most. `None`: no limit.
+        workspaces: Upper bound of a prefill's activations.
+        kv_pages: KV pages mapped now.
+        kv_limit: Most bytes for KV pages; `None`: no limit.
         page: One KV page.
-        free: Free on the device, the present KV pages included. `None`: unknown.
-        config: The engine's knobs.
+        free: Free memory, the present KV pages included; `None`: unknown.
     """
 
     device: str
@@ -76,36 +68,36 @@ class MemoryPlan:
 
     @property
     def in_rollout(self) -> int:
-        """What a rollout takes beside the trainer's weights."""
+        """Bytes that a rollout takes, without the trainer's weights."""
         kept = self.graphs + self.buffers
         return self.cast_weights + kept + self.workspaces + self.kv_pages
 
     @property
     def between_rollouts(self) -> int:
-        """What training has to do without."""
+        """Bytes that training cannot use."""
         kept = self.kv_pages + self.cast_weights if self.config.kv_keep == "always" else 0
         return self.graphs + self.buffers + kept
 
     @property
     def lines(self) -> list[PlanLine]:
-        """The parts that take memory, and their sums."""
+        """The parts, then their sums. Lines of 0 bytes are left out."""
         reserve, kv_keep = self.config.train_reserve_bytes or 0, f"kv_keep={self.config.kv_keep!r}"
         lines = [
             PlanLine("weights", self.weights, "the trainer's own"),
-            PlanLine("cast weights", self.cast_weights, "of linear layers, in autocast's dtype"),
-            PlanLine("graphs", self.graphs, "their memory pool"),
+            PlanLine("cast weights", self.cast_weights, "copy in the autocast dtype"),
+            PlanLine("graphs", self.graphs, "CUDA graphs' pool"),
             PlanLine("buffers", self.buffers, "lanes and slots"),
             PlanLine("workspaces", self.workspaces, f"prefill_tokens={self.config.prefill_tokens}"),
             PlanLine("KV pages", self.kv_pages, self._kv_remark),
             PlanLine("training reserve", reserve, "train_reserve_bytes"),
-            PlanLine("the engine in a rollout", self.in_rollout, "beside the weights"),
-            PlanLine("the engine between rollouts", self.between_rollouts, kv_keep),
+            PlanLine("sum in a rollout", self.in_rollout, "without the weights"),
+            PlanLine("sum between rollouts", self.between_rollouts, kv_keep),
         ]
         return [line for line in lines if line.num_bytes]
 
     @property
     def _kv_remark(self) -> str:
-        pages = f"{self.num_pages} of {self.page / 2**20:.3g} MiB"
+        pages = f"{self.num_pages} pages of {self.page / 2**20:.3g} MiB"
         if self.kv_limit is None:
             return f"{pages}; no limit"
         most = f"{pages}; at most {self.kv_limit / _GIB:.2f} GiB"
@@ -118,7 +110,7 @@ class MemoryPlan:
         return f"memory plan for {self.device}: {', '.join(parts)}"
 
     def table(self) -> Table:
-        """The same lines as a table."""
+        """The lines as a table."""
         table = Table(title=f"twinslot: memory on {self.device}")
         table.add_column("")
         table.add_column("GiB", justify="right")

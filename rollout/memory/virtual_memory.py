@@ -1,19 +1,15 @@
-"""A GPU's virtual memory: addresses are reserved once, memory is mapped behind them on demand."""
+"""A GPU's virtual memory: reserve addresses once, map memory behind them on demand."""
 
 from functools import cache
 from typing import Any
 
 import torch
 
-_CHUNK_BYTES = 2**28  # mapped by one call; the last chunk of a growth may be smaller
+_CHUNK_BYTES = 2**28  # per call; the last chunk of a growth may be smaller
 
 
 def bindings() -> Any:
-    """The CUDA driver's functions, `cuda.bindings.driver`.
-
-    Raises:
-        ImportError: The package `cuda-bindings` is not installed.
-    """
+    """Import the CUDA driver's functions. Raises ImportError without `cuda-bindings`."""
     from cuda.bindings import driver
 
     return driver
@@ -21,7 +17,7 @@ def bindings() -> Any:
 
 @cache
 def why_no_virtual_memory(device: torch.device) -> str:
-    """Why a GPU cannot map memory; empty if it can. `device` has an index."""
+    """Why a GPU cannot map memory; empty if it can. `device` must have an index."""
     try:
         cuda = bindings()
     except ImportError as error:
@@ -36,16 +32,11 @@ def why_no_virtual_memory(device: torch.device) -> str:
 
 
 class AddressRange:
-    """Reserved addresses on one GPU, of which a beginning is backed by memory.
+    """Reserved addresses on one GPU. Memory backs the first `num_bytes` of them.
 
     Args:
-        limit: Bytes to reserve: no more can ever be backed.
+        limit: Bytes to reserve, rounded up. Memory can never back more.
         device: A CUDA device with an index, on which something has been allocated.
-
-    Attributes:
-        address: The first address, valid until `close`.
-        num_bytes: Bytes that are backed now.
-        limit: Bytes that are reserved, `limit` rounded up.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
@@ -59,22 +50,21 @@ class AddressRange:
         self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         flags = cuda.CUmemAllocationGranularity_flags
         option = flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        self._granularity = int(
-            self._call("cuMemGetAllocationGranularity", self._properties, option)
-        )
+        granularity = self._call("cuMemGetAllocationGranularity", self._properties, option)
+        self._granularity = int(granularity)
         self.limit = self._round_up(limit)
         self.num_bytes = 0
         self.address = int(self._call("cuMemAddressReserve", self.limit, 0, 0, 0))
 
     def extend(self, num_bytes: int) -> None:
-        """Back at least the first `num_bytes` bytes; those backed already keep their content.
+        """Map memory behind at least the first `num_bytes` bytes. Bytes mapped before keep values.
 
         Raises:
-            torch.OutOfMemoryError: There is not enough memory. Nothing has changed then.
+            torch.OutOfMemoryError: Nothing has changed then.
         """
         before, wanted = self.num_bytes, self._round_up(num_bytes)
         if wanted > self.limit:
-            raise torch.OutOfMemoryError(f"out of memory: {wanted} of {self.limit} bytes wanted")
+            raise torch.OutOfMemoryError(f"out of memory: {wanted} bytes > {self.limit} reserved")
         try:
             while self.num_bytes < wanted:
                 self._map(min(_CHUNK_BYTES, wanted - self.num_bytes))
@@ -86,9 +76,9 @@ class AddressRange:
             raise
 
     def cut(self, num_bytes: int = 0) -> None:
-        """Release the memory behind all but the first `num_bytes` bytes; the addresses stay.
+        """Release the memory behind all but the first `num_bytes` bytes. The addresses stay.
 
-        No kernel may still use it. `num_bytes` is 0, or an earlier value of `self.num_bytes`.
+        No kernel may still use that memory. `num_bytes` is 0 or an earlier `self.num_bytes`.
         """
         if num_bytes < self.num_bytes:
             self._call("cuMemUnmap", self.address + num_bytes, self.num_bytes - num_bytes)
@@ -104,7 +94,7 @@ class AddressRange:
         try:
             self._call("cuMemMap", self.address + self.num_bytes, num_bytes, 0, handle, 0)
         finally:
-            # The mapping keeps the memory alive; unmapping then releases it.
+            # The mapping keeps the memory alive until it is unmapped.
             self._call("cuMemRelease", handle)
         self.num_bytes += num_bytes
 
@@ -116,7 +106,7 @@ class AddressRange:
 
 
 def _call(cuda: Any, name: str, *args: Any) -> Any:
-    """Call a function of the driver and return its result, or raise its error."""
+    """Call a driver function. Return its result, or raise its error."""
     error, *values = getattr(cuda, name)(*args)
     if error == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{name}: out of memory")

@@ -1,4 +1,4 @@
-"""What the device does in one step; its decode is exactly what a graph captures.
+"""One step on the device: admit, prefill, decode. CUDA graphs capture only the decode.
 
 Shape letters: T packed tokens, R decoding rows, L lanes, P pages of a row, V vocabulary.
 """
@@ -21,33 +21,32 @@ from rollout.sampling_params import Draw
 from rollout.scheduler.batch import Segment
 from rollout.scheduler.pages import TRASH_PAGE
 
-# torch.compile merges dimensions of equal size; 13 is no dimension of a model.
+# torch.compile merges dimensions of equal size; no model dimension is 13.
 _WARM_UP_ROWS = 13
 
 
 class LanguageModel(Protocol):
-    """What a step needs of a model."""
+    """The method of a model that a step calls."""
 
     def logits(
         self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged: PagedAttention
     ) -> Tensor:
-        """Run packed tokens; logits `(rows, V)` of those that `rows` picks by index."""
-        ...
+        """Run packed tokens. Return logits, `(rows, V)`, of the tokens at indices `rows`."""
 
 
 @dataclass
 class Lanes:
-    """Device state of the running rows, advanced on the compute stream alone.
+    """Device state of the running rows. Only the compute stream changes it.
 
-    The last lane is the trash lane: padding rows run there, and it never advances.
+    The last lane is the trash lane: padding rows run there, and its position stays 0.
 
     Attributes:
-        tokens_L: Newest token, whose KV is not written yet, int64.
-        positions_L: Its position, int64.
+        tokens_L: Newest token, int64. Its KV is not written yet.
+        positions_L: Position of that token, int64.
         seeds_L: Key of the row's random numbers, int64.
-        temperatures_L: Divides the row's logits, float32; 0 is greedy.
+        temperatures_L: float32; 0 is greedy.
         page_table_LP: Page ids in token order, int64.
-        filters: Sampling settings and token flags; `None` until a row needs them.
+        filters: `None` until a row needs sampling settings or token flags.
     """
 
     tokens_L: Tensor
@@ -59,7 +58,7 @@ class Lanes:
 
     @classmethod
     def empty(cls, max_rows: int, max_row_pages: int, device: torch.device) -> "Lanes":
-        """State of `max_rows` lanes and the trash lane."""
+        """Allocate `max_rows` lanes and the trash lane."""
         num_lanes = max_rows + 1
         tokens, positions, seeds = torch.zeros((3, num_lanes), dtype=torch.int64, device=device)
         temperatures = torch.zeros(num_lanes, dtype=torch.float32, device=device)
@@ -68,7 +67,7 @@ class Lanes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all of it takes."""
+        """Bytes of all state."""
         return sum(state.nbytes for state in vars(self).values() if state is not None)
 
     @property
@@ -77,14 +76,14 @@ class Lanes:
         return len(self.positions_L) - 1
 
     def open_filters(self, draws: Collection[Draw], vocab_size: int) -> None:
-        """Have the state that these kinds of draws read."""
+        """Allocate the state that these draws read, unless it exists."""
         if self.filters is None and max(draws, default=Draw.PLAIN) > Draw.PLAIN:
             self.filters = Filters(len(self.positions_L), self.positions_L.device)
         if self.filters is not None and Draw.PENALISED in draws:
             self.filters.open_flags(vocab_size)
 
     def admit(self, slot: IOSlot) -> None:
-        """Apply a batch's admissions and new pages, where it has any."""
+        """Write a batch's admissions and new pages into the lanes."""
         if slot.admitted.length:
             field = slot.admitted.field
             lanes = field("lane").long()
@@ -100,16 +99,13 @@ class Lanes:
 
 
 class Forward:
-    """One step on the device: admit, prefill, decode.
+    """Runs the parts of a step on the current stream.
 
     Args:
-        model: The twin.
-        kv_cache: Pages that the model's attention reads and writes.
-        lanes: State of the running rows.
-        entropies: Score each token by the entropy as well.
-        kept_mass: And by the probability of the tokens that it was drawn among.
+        entropies: Also score each token by the entropy of its distribution.
+        kept_mass: Also score it by the probability of all tokens that the filters keep.
         exact: Attend as the trainer does in exact mode.
-        least_rows: A prefill of fewer tokens is padded to so many on a GPU.
+        least_rows: On a GPU, shorter prefills are padded to this many tokens.
     """
 
     def __init__(
@@ -133,13 +129,13 @@ class Forward:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Run padding rows, so that whatever is compiled on first use is."""
+        """Decode padding rows, so that compilation happens now."""
         positions = self.lanes.positions_L
         self.decode(positions.new_full((_WARM_UP_ROWS,), self.lanes.trash_lane), 1)
 
     def prefill(self, slot: IOSlot, segments: Sequence[Segment]) -> None:
-        """Write the KV of prompt tokens. Nothing is sampled, so no row's logits are computed."""
-        # Tensors of their own, as in decode: a compiler tells views of different bases apart.
+        """Write the KV of prompt tokens. No logits are computed, since nothing is sampled."""
+        # Copies, as in decode: torch.compile treats views of one tensor as another case.
         lanes_T, positions_T, tokens_T = (x.contiguous() for x in slot.prefill.value.unbind(1))
         if lanes_T.is_cuda and len(lanes_T) < self.least_rows:
             missing = (0, self.least_rows - len(lanes_T))
@@ -154,11 +150,11 @@ class Forward:
             runs_N4=slot.runs.value,
             exact=self._exact,
         )
-        with suppress(Prefilled):  # which leaves out most of the last layer
+        with suppress(Prefilled):  # raised once the last layer's KV is written
             self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)
 
     def fork(self, copies: Ints) -> None:
-        """Copy partly filled pages of a prompt that rows share, `(copies, 2)` page ids."""
+        """Copy partly filled pages of a shared prompt, `(copies, 2)`: source and target page."""
         for source, target in copies:
             self._kv_cache.copy_page(int(source), int(target))
 
@@ -168,16 +164,14 @@ class Forward:
         """Draw the next token of the row in each lane, and advance the lanes.
 
         Args:
-            lanes_R: Lanes to run, int64; the trash lane where a row is padding.
-            max_context: No row's context is longer, the new token included.
-            draw: The most demanding draw of the rows.
+            lanes_R: int64; the trash lane for padding rows.
+            max_context: Upper bound of the contexts in tokens, the new token included.
 
         Returns:
             Token ids, int64, `(R,)`, and scores, float32, `(R, num_scores)`.
         """
         state = self.lanes
-        # The carry-over: the newest token of a row that ran in the batch before is read here,
-        # on the device, before the host has seen it.
+        # The tokens of the batch before are read on the device: the host has not seen them yet.
         tokens_R, positions_R = state.tokens_L[lanes_R], state.positions_L[lanes_R]
         paged = PagedAttention(
             kv_cache=self._kv_cache,
@@ -190,7 +184,7 @@ class Forward:
         logits_RV = self._model.logits(tokens_R, positions_R, rows, paged)
         sampled_R, scores_RS = self._draw(logits_RV, lanes_R, positions_R + 1, draw)
         state.tokens_L[lanes_R] = sampled_R
-        # ORDER: the trash lane's position stays 0, so padding writes to the trash page alone
+        # ORDER: the trash lane's position stays 0, so padding writes only to the trash page
         state.positions_L[lanes_R] = positions_R + (lanes_R != state.trash_lane)
         return sampled_R, scores_RS
 

@@ -1,7 +1,7 @@
-"""Captures and replays a decode step per padded size; says why it captured.
+"""Captures the decode step as one CUDA graph per padded size, and replays it.
 
-One set of graphs and one memory pool serve both slots: a slot's lanes are copied into the graphs'
-input on the compute stream, and tokens out of their output, which lies outside the pool.
+Both slots share the graphs and their memory pool: the compute stream copies a slot's lanes into the
+graphs' input, and tokens out of their output. Input and output lie outside the pool.
 """
 
 import logging
@@ -25,7 +25,7 @@ _SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 
 class GraphKey(NamedTuple):
-    """What a graph has baked in. Keys sort by size."""
+    """What is fixed in a graph. Keys sort by size."""
 
     num_rows: int  # padding included
     max_context: int
@@ -33,21 +33,12 @@ class GraphKey(NamedTuple):
 
 
 class GraphCache:
-    """Runs batches: prefill eagerly, decode by graph where one was captured.
-
-    On a CPU nothing is captured and nothing is padded.
-
-    Args:
-        forward: What a step does.
-        streams: The engine's streams.
-        max_rows: Rows that may decode in one batch.
-        device: Where the model lives.
-        enforce_eager: Capture nothing.
+    """Runs batches: prefill eagerly, decode by a graph if one was captured, never on a CPU.
 
     Attributes:
-        num_eager: Decode steps on a GPU that no graph ran.
-        num_captures: Graphs captured so far, those included that were dropped since.
-        pool_bytes: Memory that captured graphs hold.
+        num_eager: Decode steps on a GPU that ran without a graph.
+        num_captures: Graphs captured so far, dropped graphs included.
+        pool_bytes: Memory of the captured graphs.
     """
 
     def __init__(
@@ -73,7 +64,7 @@ class GraphCache:
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
         trash_lane = forward.lanes.trash_lane
-        # ALIAS: what the graphs read and write; fixed for their lifetime
+        # ALIAS: graphs read and write these buffers, so they never move
         most = self._sizes[-1]
         self._lanes = torch.full((most,), trash_lane, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
@@ -82,27 +73,24 @@ class GraphCache:
 
     @property
     def captured(self) -> list[GraphKey]:
-        """The graphs that are ready to be replayed."""
+        """Keys of the graphs that are ready to replay."""
         return list(self._graphs)
 
     def prepare(self, demand: Demand, signature: Any) -> None:
-        """Capture what a rollout can need, before it is served, largest first.
+        """Capture every graph that a rollout can need, largest first.
 
-        Args:
-            demand: What its rows can need; a batch draws for all its rows as one of them needs.
-            signature: Addresses and settings that the graphs have baked in. When they change, all
-                graphs are dropped.
+        `signature` holds the addresses that graphs contain. If it changes, all graphs are dropped.
         """
         if not self._captures or demand.num_rows == 0:
             return
         if signature != self._signature:
             if self._graphs:
-                logger.info("capturing again: weights, adapters or KV pages have moved")
+                logger.info("capturing CUDA graphs again: weights, adapters or KV pages have moved")
             self._graphs.clear()
             self._refused.clear()
             self.pool_bytes = 0
             self._open_pool()
-        self._signature = None  # an interrupt spoils the pool, and all is captured anew
+        self._signature = None  # after an interrupt the pool is unusable: drop all
         for key in sorted(self._keys(demand), reverse=True):
             if key not in self._graphs and key not in self._refused:
                 self._capture(key)
@@ -118,7 +106,7 @@ class GraphCache:
             if batch.segments:
                 self.forward.prefill(slot, batch.segments)
                 slot.stamps.prefilled.record(self._streams.compute)
-            # ORDER: behind the prefill that fills a page, before a row writes to its copy
+            # ORDER: after the prefill that fills a page, before a row writes to the copy
             self.forward.fork(batch.copies)
             if len(batch.rows):
                 self._decode(slot, batch)
@@ -140,7 +128,6 @@ class GraphCache:
         slot.scores[:num_rows].copy_(self._scores[:num_rows])
 
     def _step(self, key: GraphKey) -> None:
-        """What is captured."""
         lanes = self._lanes[: key.num_rows]
         tokens, scores = self.forward.decode(lanes, key.max_context, key.draw)
         self._tokens[: key.num_rows].copy_(tokens)
@@ -148,16 +135,16 @@ class GraphCache:
 
     @torch.no_grad()
     def _capture(self, key: GraphKey) -> None:
-        """Capture one graph, or note that its steps run eagerly and warn once."""
+        """Capture one graph. If that fails, its steps run eagerly."""
         graph = torch.cuda.CUDAGraph()
         with self._streams.module.stream(self._streams.compute):
             self._lanes.fill_(self.forward.lanes.trash_lane)
             if self._runs_new_kernels(key):
-                self._step(key)  # compiles them: a capture must not
+                self._step(key)  # compiles kernels, which a capture must not do
             try:
                 if all(captured.draw != key.draw for captured in self._graphs):
                     with _no_host_waits():
-                        self._step(key)  # a host wait would spoil the capture and its pool
+                        self._step(key)  # a host wait in a capture ruins the pool
                 reserved = torch.cuda.memory_reserved()
                 with _capturing(graph, self._pool):
                     self._step(key)
@@ -169,10 +156,9 @@ class GraphCache:
         self.num_captures += 1
 
     def _runs_new_kernels(self, key: GraphKey) -> bool:
-        """Whether a step may run a kernel that no captured graph has.
+        """Whether a step may run a kernel that no captured graph runs.
 
-        Some kernels are compiled for the number of rows and the draw, others for the context alone,
-        and none for all three.
+        A kernel is compiled for rows and draw, or for the context; none is compiled for all three.
         """
         rows_and_draws = {(captured.num_rows, captured.draw) for captured in self._graphs}
         contexts = {captured.max_context for captured in self._graphs}
@@ -180,36 +166,33 @@ class GraphCache:
 
     def _refuse(self, key: GraphKey, error: RuntimeError) -> None:
         if not self._refused:
-            text = "decode of %d rows cannot be captured and runs eagerly, more slowly: %s"
+            text = "decode of %d rows runs eagerly (correct, but slower): graph capture failed: %s"
             logger.warning(text, key.num_rows, error)
         self._refused.add(key)
-        self._open_pool()
+        self._open_pool()  # a failed capture ruins the pool
 
     def _open_pool(self) -> None:
-        """Begin a memory pool, and keep it alive by a graph of its own.
-
-        A pool that loses its last graph, or in which a capture has failed, takes no other.
-        """
+        """Start a memory pool with one graph that stays: an emptied pool accepts no new graph."""
         self._pool, self._anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         compute = self._streams.module.stream(self._streams.compute)
         with compute, _capturing(self._anchor, self._pool):
             self._lanes.fill_(self.forward.lanes.trash_lane)
 
     def padded(self, num_rows: int) -> int:
-        """Rows that the device runs where so many decode."""
+        """Rows that the device runs if `num_rows` decode."""
         if not (self._on_gpu and num_rows):
             return num_rows
         return next(size for size in self._sizes if size >= num_rows)
 
     def _key(self, num_rows: int, max_context: int, draw: Draw = Draw.PLAIN) -> GraphKey:
-        """The least key that serves so many rows of such a context."""
+        """The smallest key that fits this many rows of this context."""
         if not self._on_gpu:
             return GraphKey(num_rows, max_context, draw)
         contexts = (context for context in _contexts() if context >= max_context)
         return GraphKey(self.padded(num_rows), next(contexts), draw)
 
     def _keys(self, demand: Demand) -> list[GraphKey]:
-        """Every key that a batch can come to need."""
+        """Every key that a batch can need."""
         largest = self._key(demand.num_rows, demand.max_context)
         sizes = [size for size in self._sizes if size <= largest.num_rows]
         contexts = takewhile(lambda context: context <= largest.max_context, _contexts())
@@ -217,13 +200,13 @@ class GraphCache:
 
 
 def _contexts() -> Iterator[int]:
-    """Bounds of the context, each four times the one before: few graphs, little idle grid."""
+    """Context bounds, each 4x the one before: few graphs, few idle thread blocks."""
     return (SPLIT_TOKENS * 4**power for power in count())
 
 
 @contextmanager
 def _no_host_waits() -> Iterator[None]:
-    """Raise where what is inside would let the host wait for the device."""
+    """Raise an error if the code inside makes the host wait for the device."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -234,11 +217,8 @@ def _no_host_waits() -> Iterator[None]:
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Capture what is queued inside, in thread-local mode: other threads go on as they like.
-
-    Without `torch.cuda.graph`, which would empty the trainer's block cache at every capture.
-    """
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    """Capture the work inside. `torch.cuda.graph` would also empty the trainer's block cache."""
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # others may use CUDA
     try:
         yield
     except BaseException:

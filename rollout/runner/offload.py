@@ -1,4 +1,4 @@
-"""Moves KV pages of preempted rows to pinned host memory and back, beside the batches."""
+"""Moves KV pages of preempted rows to pinned host memory and back, while batches run."""
 
 import os
 from collections.abc import Iterator
@@ -15,22 +15,14 @@ from rollout.memory.kv_cache import KVCache
 from rollout.runner.streams import Streams
 from rollout.scheduler.batch import Batch
 
-# Of the host's memory, where nothing is asked for.
-_HOST_SHARE = 16
-# Taken at a time: pinning takes long, and rows wait for it.
-_MOST_BYTES = 1 << 29
+_HOST_SHARE = 16  # by default 1/16 of the host's memory
+_MOST_BYTES = 1 << 29  # pinned at a time: pinning is slow, and rows wait for it
 
 
 class Swap:
-    """Host pages, and the copies from and to them on a stream of their own.
+    """Host pages, and the copies to and from them on the swap stream.
 
-    The host half says which page goes where; all copies of a step are queued before its batch.
-
-    Args:
-        config: `offload_bytes`.
-        kv_cache: The pages on the device.
-        streams: The engine's streams.
-        device: Where the model lives.
+    The scheduler decides which page goes where. A step's copies are queued before its batch.
     """
 
     def __init__(
@@ -44,24 +36,24 @@ class Swap:
         self._sizes = list(chunk_sizes(num_bytes, kv_cache.layout.page_bytes))
         self._ends = list(accumulate(self._sizes))
         self._chunks: list[Tensor] = []
-        self._leaving: dict[int, Any] = {}  # page -> when the copy that reads it is done
+        self._leaving: dict[int, Any] = {}  # page -> event after the copy that reads it
         self._restored: Any = None
 
     @property
     def num_host_pages(self) -> int:
-        """Host pages that there may be."""
+        """Most host pages that can be allocated."""
         return sum(self._sizes)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory taken so far."""
+        """Bytes of host memory allocated so far."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def move(self, batch: Batch) -> None:
-        """Queue a batch's copies, and let the batch wait for those that it relies on."""
+        """Queue a batch's copies, and make the batch wait for the copies it depends on."""
         compute = self._streams.compute
         if self._restored is not None:
-            # ORDER: a row whose pages were brought back beside the batch before runs in this one
+            # ORDER: rows whose pages came back during the batch before run in this batch
             compute.wait_event(self._restored)
             self._restored = None
         if len(batch.offloads) or len(batch.restores):
@@ -70,19 +62,18 @@ class Swap:
             for page in batch.new_pages[:, 2]:
                 event = self._leaving.pop(int(page), None)
                 if event is not None:
-                    # ORDER: a page is given on at once, but what its next row writes waits for the
-                    # copy that reads it
+                    # ORDER: the page's next row must not write before the copy has read the page
                     compute.wait_event(event)
 
     def join(self) -> None:
-        """Let the compute stream follow every copy so far: pages are about to move."""
+        """Make the compute stream wait for all copies so far: pages are about to move."""
         self._streams.compute.wait_event(self._streams.swap.record_event())
 
     @torch.no_grad()
     def _copy(self, batch: Batch) -> None:
         swap = self._streams.swap
-        # ORDER: the last launched batch still writes to pages that leave, and an overrun in it to
-        # pages that have been given to a row that comes back
+        # ORDER: the last launched batch still writes to the pages that leave. Its overruns write to
+        # pages that now belong to a restored row.
         swap.wait_event(self._streams.compute.record_event())
         with self._streams.module.stream(swap):
             for page, host_page in batch.offloads:
@@ -96,7 +87,7 @@ class Swap:
                 self._restored = swap.record_event()
 
     def _host_page(self, index: int) -> Tensor:
-        """A host page, in memory that is taken when it is first needed."""
+        """A host page. Its chunk is allocated on first use."""
         chunk = next(chunk for chunk, end in enumerate(self._ends) if index < end)
         layout = self._kv_cache.layout
         while len(self._chunks) <= chunk:
@@ -106,7 +97,7 @@ class Swap:
 
 
 def chunk_sizes(num_bytes: int, page_bytes: int) -> Iterator[int]:
-    """Pages of each chunk of host memory. Torch rounds pinned bytes up to a power of two."""
+    """Pages per chunk. A chunk is 2**n bytes: torch rounds pinned memory up to that."""
     while num_bytes >= page_bytes:
         chunk_bytes = 1 << (min(num_bytes, _MOST_BYTES).bit_length() - 1)
         if chunk_bytes < page_bytes:
@@ -116,7 +107,7 @@ def chunk_sizes(num_bytes: int, page_bytes: int) -> Iterator[int]:
 
 
 def _host_bytes() -> int:
-    """Memory of the host, or of the container that this process runs in."""
+    """Memory of the host, or the limit of its container if that is less."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, ValueError):  # no such file, or "max"
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Logits to token ids and log-probabilities: which kernel does it."""
+"""Logits to token ids and log-probabilities: Triton on a GPU, plain torch on a CPU."""
 
 import torch
 from torch import Tensor
@@ -18,18 +18,18 @@ def sample(
     positions_R: Tensor,
     num_scores: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row; see `rollout.kernels.sample`, whose draws every device repeats."""
+    """Draw one token a row, as `rollout.kernels.sample` does, on any device."""
     if logits_RV.is_cuda:
-        from rollout.kernels import sample_triton as kernel  # Triton is not there on every CPU
+        from rollout.kernels import sample_triton as kernel  # a CPU machine may lack Triton
 
         return kernel.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
     return reference.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
 
 
 def top_k_top_p(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """The tokens that top-k, top-p and min-p keep, bool, `(R, V)`."""
+    """Mask of the tokens that top-k, top-p and min-p keep, bool, `(R, V)`."""
     if scaled_RV.is_cuda:
-        from rollout.kernels import top_k_top_p_triton as kernel  # Triton is not there on every CPU
+        from rollout.kernels import top_k_top_p_triton as kernel  # see `sample`
 
         return kernel.top_k_top_p(scaled_RV, top_k_R, top_p_R, min_p_R)
     return top_k_top_p_reference.top_k_top_p(scaled_RV, top_k_R, top_p_R, min_p_R)
@@ -43,30 +43,22 @@ def sample_among(
     positions_R: Tensor,
     num_scores: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row from some logits, and score it by others.
+    """Draw one token a row from `among_RV`, and score it by the model's `logits_RV`.
 
-    Args:
-        logits_RV: What the scores are of: those of the model.
-        among_RV: What is drawn from, by the same noise; `-inf` for tokens that are not kept.
-        temperature_R: As in `sample`, as are the others.
-        seeds_R: Key of each row's noise.
-        positions_R: Position of the token to draw in its row.
-        num_scores: As in `sample`.
-
-    Returns:
-        As `sample`, and the same to the last bit where both logits are.
+    `among_RV` is `-inf` for tokens that are not kept. Everything else is as in `sample`. If both
+    logits are equal, so are the results of `sample` and this function, to the last bit.
     """
     tokens_R, scores_RS = sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
     drawn_R, _ = sample(among_RV, temperature_R, seeds_R, positions_R)
     both_R2 = logits_RV.gather(1, torch.stack([tokens_R, drawn_R], dim=1))
     scaled_R2 = reference.scale(both_R2, temperature_R)
-    # Log-probabilities of one distribution differ as the logits do: not at all, for one token.
+    # Two log-probabilities of one distribution differ exactly as their logits do.
     scores_RS[:, 0] += scaled_R2[:, 1] - scaled_R2[:, 0]
     return drawn_R, scores_RS
 
 
 def kept_mass(logits_RV: Tensor, among_RV: Tensor, temperature_R: Tensor) -> Tensor:
-    """Probability, at temperature, of the tokens that a row draws among, float32, `(R,)`."""
+    """Probability of all tokens that are kept, at the temperature, float32, `(R,)`."""
     kept_RV = among_RV > -torch.inf
     shares_RV = reference.scale(logits_RV, temperature_R).softmax(dim=1)
     mass_R = shares_RV.masked_fill(~kept_RV, 0.0).sum(dim=1).clamp(max=1.0)
@@ -76,12 +68,6 @@ def kept_mass(logits_RV: Tensor, among_RV: Tensor, temperature_R: Tensor) -> Ten
 class Filters:
     """Sampling settings and token flags by lane, written on admission.
 
-    They take memory only once a row needs them.
-
-    Args:
-        num_lanes: Lanes, the trash lane included.
-        device: Where the model lives.
-
     Attributes:
         settings_LS: In the order of `SETTINGS`, float64, which holds integers exactly.
         flags_LV: See `scheduler.token_flags`, int32; `None` until a row needs them.
@@ -89,14 +75,14 @@ class Filters:
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:
         neutral = torch.tensor(list(SETTINGS.values()), dtype=torch.float64, device=device)
-        # ALIAS: graphs read and write them, so they stay as long as the engine lives
+        # ALIAS: graphs read and write settings and flags, so they live as long as the engine
         self.settings_LS = neutral.repeat(num_lanes, 1)
         self.flags_LV: Tensor | None = None
 
     def open_flags(self, vocab_size: int) -> None:
-        """Allocate flags for every lane, all 0, unless they are there."""
+        """Allocate flags for every lane, all 0, unless they exist."""
         shape = (len(self.settings_LS), vocab_size)
-        # The vocabulary changes with the twin alone, for which all graphs are captured anew.
+        # If the vocabulary changes, the twin is rebuilt and all graphs are captured again.
         if self.flags_LV is None or self.flags_LV.shape != shape:
             self.flags_LV = self.settings_LS.new_zeros(shape, dtype=torch.int32)
 
@@ -107,15 +93,13 @@ class Filters:
         return self.settings_LS.nbytes + flags
 
     def admit(self, lanes: Tensor, settings: Tensor, flags: Tensor) -> None:
-        """Write what rows bring into their lanes.
+        """Write the settings and flags of new rows into their lanes.
 
-        Args:
-            lanes: int64, `(rows,)`.
-            settings: float64, `(rows, settings)`.
-            flags: int64, `(entries, 3)`: lane, token id, flags; of penalised rows.
+        `settings` are float64, `(rows, settings)`; `flags` are int64, `(entries, 3)`: lane, token
+        id, flags. Only penalised rows have flags.
         """
         self.settings_LS[lanes] = settings
-        # For rows without flags too: the last row of the lane may have left some.
+        # Also for rows without flags: the lane's last row may have left some.
         if self.flags_LV is not None:
             self.flags_LV.index_fill_(0, lanes, 0)
         if len(flags):
@@ -131,13 +115,7 @@ class Filters:
         positions_R: Tensor,
         draw: Draw,
     ) -> Tensor:
-        """The logits to draw from: penalised, and `-inf` for tokens that must not be drawn.
-
-        They are not yet divided by the temperature.
-
-        Returns:
-            float32, `(R, V)`.
-        """
+        """Penalised logits before temperature, `-inf` for tokens not kept, float32, `(R, V)`."""
         settings_RS, logits_RV = self.settings_LS[lanes_R], logits_RV.float()
         top_k_R, top_p_R, min_p_R, *penalties, first_stop_R = settings_RS.unbind(1)
         if draw >= Draw.PENALISED:
@@ -150,7 +128,7 @@ class Filters:
         return logits_RV.masked_fill(~kept_RV, -torch.inf)
 
     def drawn(self, lanes_R: Tensor, tokens_R: Tensor, draw: Draw) -> None:
-        """Count the token that each row has drawn."""
+        """Add the drawn tokens to the rows' flags and counts."""
         if draw >= Draw.PENALISED:
             assert self.flags_LV is not None
             index = (lanes_R, tokens_R)

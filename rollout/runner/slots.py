@@ -1,7 +1,6 @@
-"""The only border between host and device: each batch's buffers, and the events between them.
+"""Buffers and events of a batch: host and device exchange data only here.
 
-The engine's docstring draws what runs beside what. On a CPU, torch's streams and events do
-nothing, and every call below is done when it returns.
+The docstring of `rollout.engine` has the timeline. On a CPU every call below is synchronous.
 """
 
 import time
@@ -22,13 +21,7 @@ from rollout.telemetry.device_time import Stamps
 
 
 class Staged:
-    """One array that travels to the device: a pinned host buffer and one on the device.
-
-    Args:
-        shape: Longest array that may be staged.
-        dtype: Of both buffers.
-        device: Where it travels to.
-    """
+    """One array that is uploaded: a pinned host buffer and a device buffer of `shape`."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
@@ -39,45 +32,39 @@ class Staged:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer on the device."""
+        """Bytes of the device buffer."""
         return self._device.nbytes
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that were staged."""
+        """Bytes to upload."""
         return self._array[: self.length].nbytes
 
     def stage(self, values: Any) -> None:
-        """Copy `values`, of any length up to the buffer's, into the host buffer."""
+        """Copy `values` into the host buffer. They may be shorter than the buffer."""
         self.length = len(values)
         if self.length:
             self._array[: self.length] = values
 
     def upload(self) -> None:
-        """Queue the copy of what was staged on the current stream."""
+        """Queue the copy on the current stream."""
         if self.length:
             staged = self._host[: self.length]
             self._device[: self.length].copy_(staged, non_blocking=True)
 
     @property
     def value(self) -> Tensor:
-        """What was staged, on the device."""
+        """The staged values, on the device."""
         return self._device[: self.length]
 
 
 class StagedRecords(Staged):
-    """Records of several fields, which travel as bytes in one copy.
-
-    Args:
-        num_records: Most records that may be staged.
-        dtype: Of a record. Its size is a multiple of 8 bytes, and each field is aligned.
-        device: Where they travel to.
-    """
+    """Records of aligned fields, uploaded in one copy. `dtype` has a multiple of 8 bytes."""
 
     def __init__(self, num_records: int, dtype: np.dtype[np.void], device: torch.device) -> None:
         super().__init__((num_records, dtype.itemsize), torch.uint8, device)
         self._array = self._array.view(dtype)[:, 0]
-        # ALIAS: the fields are views of the buffer on the device
+        # ALIAS: the fields are views of the device buffer
         fields: Mapping[str, Any] = dtype.fields or {}
         self._fields = {name: self._view(*place[:2]) for name, place in fields.items()}
 
@@ -87,16 +74,12 @@ class StagedRecords(Staged):
         return values if dtype.shape else values[:, 0]
 
     def field(self, name: str) -> Tensor:
-        """One field of what was staged, on the device: `(records,)`, or `(records, values)`."""
+        """One field of the staged records, on the device: `(records,)` or `(records, values)`."""
         return self._fields[name][: self.length]
 
 
 class StagedOnce:
-    """One array of any length that few batches have: it travels through memory of its own.
-
-    Args:
-        device: Where it travels to.
-    """
+    """One int64 array of any length that few batches have. Each upload allocates its buffers."""
 
     num_bytes = 0  # between batches
 
@@ -106,17 +89,17 @@ class StagedOnce:
 
     @property
     def length(self) -> int:
-        """Rows of what was staged."""
+        """Length of the staged array."""
         return len(self._host)
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that were staged."""
+        """Bytes to upload."""
         return self._host.nbytes
 
     def stage(self, parts: Sequence[Ints]) -> None:
-        """Join `parts` in a new host buffer, if there are any."""
-        # ORDER: what the batch before was given is let go only here: that batch has been settled
+        """Concatenate `parts` in a new host buffer."""
+        # ORDER: the slot's last buffers are freed only here, after that batch has settled
         self._host = self._device = torch.zeros(0, dtype=torch.int64)
         if parts:
             self._host = torch.from_numpy(np.concatenate(parts))
@@ -124,27 +107,18 @@ class StagedOnce:
                 self._host = self._host.pin_memory()
 
     def upload(self) -> None:
-        """Queue the copy of what was staged on the current stream, into memory of that stream."""
+        """Queue the copy on the current stream, into new memory of that stream."""
         if self.length:
             self._device = self._host.to(self._there, non_blocking=True)
 
     @property
     def value(self) -> Tensor:
-        """What was staged, on the device."""
+        """The staged values, on the device."""
         return self._device
 
 
 class IOSlot:
-    """Buffers and events of one batch on its way through the device.
-
-    Args:
-        streams: The engine's streams.
-        max_rows: Rows that may decode in one batch.
-        max_row_pages: Pages of the longest row.
-        prefill_tokens: Prompt tokens that may be prefilled in one batch.
-        num_scores: Numbers that come with each token.
-        device: Where the model lives.
-    """
+    """Buffers and events of one batch, from upload to download."""
 
     def __init__(
         self,
@@ -166,14 +140,8 @@ class IOSlot:
         self.flags = StagedOnce(device)
         self.prefill = ints(prefill_tokens, 3)
         self.runs = ints(max_rows, 4)
-        self._staged = (
-            self.lanes,
-            self.new_pages,
-            self.admitted,
-            self.flags,
-            self.prefill,
-            self.runs,
-        )
+        staged = self.lanes, self.new_pages, self.admitted, self.flags, self.prefill, self.runs
+        self._staged = staged
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.scores = torch.zeros((max_rows, num_scores), dtype=torch.float32, device=device)
         pinned = device.type == "cuda"
@@ -184,12 +152,12 @@ class IOSlot:
         self._streams = streams
         events = (streams.module.Event() for _ in range(3))
         self.uploaded, self.computed, self.downloaded = events
-        # Two sets in turn: those of a batch are read until the next one has been settled.
+        # Two sets in turn: a batch's stamps are read until the next batch has settled.
         self._stamps = cycle([Stamps(device), Stamps(device)])
         self.stamps = next(self._stamps)
 
     def stage(self, batch: Batch) -> None:
-        """Fill the host buffers. Nothing on the device reads them: the slot has been settled."""
+        """Fill the host buffers. The slot must have settled, so that no copy still reads them."""
         self.batch, self.stamps = batch, next(self._stamps)
         self.lanes.stage(batch.lanes)
         self.new_pages.stage(batch.new_pages)
@@ -212,17 +180,17 @@ class IOSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its buffers on the device."""
+        """Bytes of the device buffers."""
         results = self.tokens.nbytes + self.scores.nbytes
         return results + sum(staged.num_bytes for staged in self._staged)
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that travel to the device for this batch."""
+        """Bytes that this batch uploads."""
         return sum(staged.staged_bytes for staged in self._staged)
 
     def upload(self) -> None:
-        """Queue the copies to the device on the H2D stream."""
+        """Queue the uploads on the H2D stream."""
         with self._streams.module.stream(self._streams.h2d):
             self.stamps.uploading.record(self._streams.h2d)
             for staged in self._staged:
@@ -232,10 +200,10 @@ class IOSlot:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Queue what is inside on the compute stream, behind this slot's upload."""
+        """Queue the work inside on the compute stream, after this slot's upload."""
         with self._streams.module.stream(self._streams.compute):
             self.stamps.launching(self._streams.compute)
-            # ORDER: the batch's first kernel reads what H2D writes
+            # ORDER: the batch's first kernel reads the uploaded buffers
             self.uploaded.wait(self._streams.compute)
             self.stamps.started.record(self._streams.compute)
             yield
@@ -247,7 +215,7 @@ class IOSlot:
         assert self.batch is not None
         count = len(self.batch.lanes)
         with self._streams.module.stream(self._streams.d2h):
-            # ORDER: D2H reads what the batch's last kernel writes
+            # ORDER: the download reads what the batch's last kernel writes
             self.computed.wait(self._streams.d2h)
             self._host_tokens[:count].copy_(self.tokens[:count], non_blocking=True)
             self._host_scores[:count].copy_(self.scores[:count], non_blocking=True)
@@ -257,7 +225,7 @@ class IOSlot:
     def wait(self) -> tuple[Ints, Floats]:
         """Wait for this slot's tokens, `(rows,)`, and their scores, `(rows, num_scores)`.
 
-        The arrays are the slot's own and hold until it is staged again.
+        The arrays belong to the slot and are valid until it is staged again.
         """
         assert self.batch is not None
         count = len(self.batch.lanes)
@@ -267,20 +235,14 @@ class IOSlot:
         return tokens[:count], scores[:count]
 
     def release(self) -> Batch:
-        """Empty the slot and return the batch it held."""
+        """Empty the slot and return its batch."""
         batch, self.batch = self.batch, None
         assert batch is not None
         return batch
 
 
 class SlotPair:
-    """Two slots used in turn; or one, which is then its own predecessor.
-
-    Args:
-        num_slots: 2, or 1 for the synchronous mode.
-        streams: The engine's streams.
-        sizes: `max_rows`, `max_row_pages`, `prefill_tokens`, ... of each slot.
-    """
+    """Two slots used in turn, or one in the synchronous mode. `sizes` goes to each `IOSlot`."""
 
     def __init__(self, num_slots: int, streams: Streams, **sizes: Any) -> None:
         self._streams = streams
@@ -289,16 +251,16 @@ class SlotPair:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a batch has been launched and not settled."""
+        """Whether a launched batch has not been settled yet."""
         return any(slot.batch is not None for slot in self.slots)
 
     def flip(self) -> tuple[IOSlot, IOSlot]:
-        """The slot to launch from now, and the one to settle after."""
+        """The slot to launch now, and the slot to settle after that."""
         self._turn = (self._turn + 1) % len(self.slots)
         return self.slots[self._turn], self.slots[self._turn - 1]
 
     def drain(self) -> None:
-        """Wait for whatever is in flight, and forget it."""
+        """Wait for the batches in flight, and drop them."""
         self._streams.wait()
         for slot in self.slots:
             slot.batch = None

@@ -1,4 +1,4 @@
-"""The engine's streams on a device, and the hand-over with the trainer's."""
+"""The engine's streams, and their order against the trainer's stream."""
 
 from functools import cache
 from typing import Any
@@ -8,21 +8,15 @@ import torch
 
 @cache
 def _streams(device: torch.device) -> list[Any]:
-    """Streams of a device, for every engine: cuBLAS keeps a workspace for each that it has met."""
-    # The model's device need not be the current one.
+    """Streams that all engines on a device share: cuBLAS keeps a workspace per stream."""
+    # The model may be on another device than the current one.
     where = [device] if device.type == "cuda" else []
     new_stream = torch.get_device_module(device).Stream
     return [new_stream(*where) for _ in range(4)]
 
 
 class Streams:
-    """The engine's streams, and the hand-over with the trainer's.
-
-    Batches travel on `h2d`, `compute` and `d2h`, pages to and from host memory on `swap`.
-
-    Args:
-        device: Where the model lives.
-    """
+    """Batches use `h2d`, `compute` and `d2h`. Pages to and from the host use `swap`."""
 
     def __init__(self, device: torch.device) -> None:
         self.module: Any = torch.get_device_module(device)
@@ -31,25 +25,22 @@ class Streams:
         self._device = device
 
     def take_over(self) -> None:
-        """Let the engine's work follow whatever the trainer has queued so far."""
+        """Make the engine's streams wait for all work that the trainer has queued so far."""
         event = self.module.current_stream(self._device).record_event()
         for stream in self._all:
-            # ORDER: batch 0 reads weights that an optimizer step may still be writing, and
-            # buffers that were filled with zeros on the trainer's stream
+            # ORDER: batch 0 reads weights that an optimizer step may still write, and buffers
+            # that the trainer's stream zeroes
             stream.wait_event(event)
 
     def hand_back(self) -> None:
-        """Let whatever the trainer queues from now on follow the engine's last batch."""
-        # ORDER: pages may be given up behind the last batch, and no copy must read them then
+        """Make the trainer's stream wait for the engine's last batch."""
+        # ORDER: pages may be released after the last batch; no copy may still read them then
         self.compute.wait_event(self.swap.record_event())
         # ORDER: an optimizer step must not write weights that the last batch still reads
         self.module.current_stream(self._device).wait_event(self.compute.record_event())
 
     def wait_for_all(self) -> None:
-        """Wait until all streams are empty, and what the trainer has queued so far is done.
-
-        Weights are cast for the first time on the trainer's stream, when an engine is made.
-        """
+        """Wait for all streams and the trainer's stream, where a new engine casts weights."""
         self.take_over()
         self.wait()
 

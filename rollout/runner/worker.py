@@ -1,4 +1,4 @@
-"""The device half: twin, pages and graphs, made ready for the rows at hand."""
+"""The part of the engine on the device: twin, KV pages, slots and graphs."""
 
 from dataclasses import replace
 
@@ -30,15 +30,12 @@ class Worker:
     """Everything that an engine has on its device.
 
     Args:
-        model: As the engine takes it.
-        config: Knobs.
-        autocast_dtype: Dtype of the autocast that the trainer's forward runs under.
-        float32_head: Whether its head computes in float32, outside autocast.
-        param_dtype: Dtype that FSDP or DeepSpeed casts parameters to for the trainer's forward, if
-            any.
+        autocast_dtype: Dtype of the autocast around the trainer's forward.
+        float32_head: The trainer's head computes in float32, outside autocast.
+        param_dtype: Dtype to which FSDP or DeepSpeed casts parameters for the trainer's forward.
 
     Raises:
-        UnsupportedModel: The model cannot run on the engine; the message says why.
+        UnsupportedModel: The engine cannot run the model; the message says why.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Worker:
         self.max_row_pages = pages_for(self.max_row_tokens, config.page_tokens)
         layout = self.twin.kv_layout(config.page_tokens)
         if autocast_dtype is None and param_dtype is not None:
-            layout = replace(layout, dtype=param_dtype)  # the trainer is going to cast them
+            layout = replace(layout, dtype=param_dtype)  # the trainer casts the weights later
         self.kv_cache = KVCache(layout, device, pages)
         self.pages_before_sleep = 0
         self.swap = Swap(config, self.kv_cache, self.streams, device)
@@ -88,7 +85,7 @@ class Worker:
             device=device,
         )
         self.lanes = Lanes.empty(config.max_rows, self.max_row_pages, device)
-        # Shapes of linear layers whose products are ours, on the trainer's side too.
+        # Shapes of the layers that use our batch-invariant GEMM, in the trainer's model too.
         self.invariant_shapes: InvariantShapes = {}
         if config.exact and on_gpu:
             with self.twin.autocast():
@@ -105,26 +102,22 @@ class Worker:
             least_rows=LEAST_ROWS if config.exact and on_gpu else 1,
         )
         self.graphs = GraphCache(
-            forward,
-            self.streams,
-            config.max_rows,
-            device,
-            enforce_eager=config.enforce_eager,
+            forward, self.streams, config.max_rows, device, enforce_eager=config.enforce_eager
         )
         self._compiled_builds = 0
 
     def refresh(self) -> None:
-        """Follow the trainer's weights as they are now.
+        """Make the twin read the trainer's current weights.
 
         Raises:
-            UnsupportedModel: The model was moved or cast since the engine was made.
+            UnsupportedModel: The model was moved, cast or resized since the engine was made.
         """
         with self.streams.module.stream(self.streams.compute):
             self.twin.refresh()
         self._check_unmoved()
 
     def prepare(self, demand: Demand) -> None:
-        """Have a graph for whatever the rows at hand can need, over memory as it lies now."""
+        """Compile layers, allocate filters and capture graphs that the rows can need."""
         self._compile()
         with self.streams.module.stream(self.streams.compute):
             self.lanes.open_filters(demand.draws, self.twin.vocab_size)
@@ -133,17 +126,17 @@ class Worker:
 
     @property
     def device_uuid(self) -> str | None:
-        """NVML's name of the GPU; `None` on a CPU."""
+        """The GPU's id in NVML; `None` on a CPU."""
         if self.device.type != "cuda":
             return None
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
     def cost(self) -> Cost:
-        """What tokens cost at least here, with the weights that rollouts read."""
+        """Least bytes and operations of a token, with the weights that rollouts read."""
         return Cost.of(self.twin.base, self.twin.kv_layout(page_tokens=1).page_bytes)
 
     def max_pages(self) -> int | None:
-        """KV pages that there is memory for now, the trash page included; `None`: no limit."""
+        """Most KV pages that fit in memory now, the trash page included; `None`: no limit."""
         kv_bytes = max_kv_bytes(self.config, self.device, self._bytes_for_pages)
         if kv_bytes is None:
             return None
@@ -151,41 +144,41 @@ class Worker:
 
     @property
     def _bytes_for_pages(self) -> int:
-        """Bytes that pages have beside free ones: their own, less what else a rollout will take."""
+        """Counts as free for pages: the present pages, less what a rollout has yet to allocate."""
         return self.kv_cache.num_bytes - self.twin.missing_bytes - self._workspace_bytes
 
     @property
     def _workspace_bytes(self) -> int:
-        """Inputs and outputs of every product in a layer, as if none were freed in a prefill."""
+        """Upper bound of a prefill's activations: none in a layer is freed before its end."""
         return self.config.prefill_tokens * self.twin.layer_bytes
 
     def grow(self, num_pages: int) -> None:
-        """Have `num_pages` KV pages, the trash page included; those that there are keep theirs."""
+        """Allocate `num_pages` KV pages, the trash page included. Old pages keep their KV."""
         self.swap.join()
         with self.streams.module.stream(self.streams.compute):
             self.kv_cache.grow(num_pages)
 
     def take_costs(self) -> tuple[int, float]:
-        """What growing has cost since last asked: bytes that torch gave back, and seconds."""
+        """Growth since the last call: bytes that torch's cache gave back, and seconds."""
         released, seconds = zip(*(arena.take_costs() for arena in self._arenas), strict=True)
         return sum(released), sum(seconds)
 
     @property
     def asleep(self) -> bool:
-        """Whether there is nothing that could be given back."""
+        """Whether there is no memory to release."""
         return all(arena.num_bytes == 0 for arena in self._arenas)
 
     def sleep(self) -> None:
-        """Give the memory of KV pages and of cast weights back. No row may be live."""
+        """Release the memory of KV pages and cast weights. No row may be running."""
         self.pages_before_sleep = self.kv_cache.num_pages
         with self.streams.module.stream(self.streams.compute):
-            # No entry may go on pointing at a page that is given up.
+            # No page table may point to a released page.
             self.lanes.page_table_LP.fill_(TRASH_PAGE)
         self.kv_cache.release()
         self.twin.release()
 
     def plan(self) -> MemoryPlan:
-        """What is held now, and what KV pages may take."""
+        """Memory that the engine takes now, and the limit of its KV pages."""
         on_gpu = self.device.type == "cuda"
         return MemoryPlan(
             device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
@@ -203,42 +196,42 @@ class Worker:
         )
 
     def _compile(self) -> None:
-        """Compile the twin's layers before a row is served, or run them as they are."""
+        """Compile the twin's layers before the first row. If that fails, run them uncompiled."""
         if not self.twin.compiled or self._compiled_builds == self.twin.num_builds:
             return
         with self.streams.module.stream(self.streams.compute):
             try:
                 self.graphs.forward.warm_up()
-            except Exception as error:  # a compiler fails in many ways
+            except Exception as error:  # torch.compile raises many types
                 if is_out_of_memory(error):
                     raise
                 self.twin.stop_compiling(error)
         self._compiled_builds = self.twin.num_builds
 
     def _check_unmoved(self) -> None:
-        """The buffers were made for the layers, device and dtype that the model had."""
+        """Refuse a model that no longer fits the engine's buffers."""
         device, layout = self.twin.device, self.twin.kv_layout(self.config.page_tokens)
         before = self.kv_cache.layout
         if layout.num_layers != before.num_layers:
             raise UnsupportedModel(
-                f"the engine was made for {before.num_layers} layers, and the model has "
-                f"{layout.num_layers}; make a new engine"
+                f"the model has {layout.num_layers} layers, but the engine was made for "
+                f"{before.num_layers}; make a new engine"
             )
         if self.config.exact and self.twin.vocab_size != self._exact_vocab:
             raise UnsupportedModel(
-                f"the engine was made exact for {self._exact_vocab} token ids, and the model's "
-                f"embeddings were resized to {self.twin.vocab_size}; make a new engine"
+                f"the model's vocabulary was resized to {self.twin.vocab_size} tokens, but the "
+                f"exact engine was made for {self._exact_vocab}; make a new engine"
             )
         if (device, layout) != (self.device, before):
             raise UnsupportedModel(
-                f"the engine was made for weights that are {before.dtype} on {self.device}, and "
-                f"they are {layout.dtype} on {device}: they were moved or cast meanwhile, or "
-                "`train()` has yet to cast them; make a new engine, or generate later"
+                f"the weights are {layout.dtype} on {device}, but the engine was made for "
+                f"{before.dtype} on {self.device}. If you moved or cast them, make a new engine; "
+                "if `train()` has not cast them yet, generate after it has"
             )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a library of CUDA's means a lack of memory, by whatever class it says so."""
+    """Whether a CUDA library ran out of memory. Libraries raise different types for it."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)

@@ -19,8 +19,7 @@ class _Claim:
     """What it takes to admit a row.
 
     Attributes:
-        key: Names the prompt, so that later rows can fork from this one. `None` for rows that
-            already generated tokens.
+        key: Names the prompt. Later rows with this key can fork from the row; `None`: none can.
         source_lane: A lane with the same prompt, from which the row forks.
         pages: The row's pages, in order. `NO_PAGE`: allocate a free page.
         num_pages: Free pages that the row takes now or is expected to take later.

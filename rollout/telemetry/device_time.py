@@ -1,7 +1,7 @@
-"""When the device reached which point of a batch, read once the host knows that it has.
+"""When the device reached each point of a batch, read after the host knows that it did.
 
-On a GPU a stamp is a CUDA event that keeps the time. Recording one costs the host a microsecond;
-reading two that have been reached waits for nothing.
+On a GPU a stamp is a CUDA event with timing. Recording one costs the host 1 us. Reading two that
+the device has reached does not wait.
 """
 
 import time
@@ -15,21 +15,21 @@ from rollout.telemetry.time_shares import BatchTimes
 
 
 class HostStamp:
-    """A CUDA event's stand-in on a CPU, where what has been queued is done."""
+    """A CUDA event's stand-in on a CPU, where work is done as soon as it is queued."""
 
     def __init__(self) -> None:
         self._at_s = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Keep the time."""
+        """Note the time."""
         self._at_s = time.perf_counter()
 
     def elapsed_time(self, later: "HostStamp") -> float:
-        """Milliseconds until `later`, as CUDA has it."""
+        """Milliseconds until `later`, as in `torch.cuda.Event`."""
         return (later._at_s - self._at_s) * 1e3
 
     def synchronize(self) -> None:
-        """Wait for nothing."""
+        """Return at once."""
 
 
 def make_stamp(device: torch.device) -> Any:
@@ -41,15 +41,14 @@ class Stamps:
     """The points of one batch.
 
     Attributes:
-        uploading: On the H2D stream, before its copies.
-        uploaded: There, behind them.
-        started: On the compute stream, behind the batch before, the upload and whatever else the
-            batch relies on.
-        prefilled: There, behind its prefill; only recorded where it has one.
-        ended: There, behind its last kernel.
-        downloaded: On the D2H stream, behind the copies of tokens and scores.
-        late_s: Seconds after `started` in which the device still had nothing to do.
-        arrived_s: When the host had the tokens, on its own clock.
+        uploading: On the H2D stream, before the copies.
+        uploaded: On the H2D stream, after the copies.
+        started: On the compute stream, after everything that the batch waits for.
+        prefilled: On the compute stream, after the prefill; recorded only if there is one.
+        ended: On the compute stream, after the last kernel.
+        downloaded: On the D2H stream, after the copies of tokens and scores.
+        late_s: Seconds from `started` until the device had work.
+        arrived_s: When the host had the tokens, in seconds of its own clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,32 +60,32 @@ class Stamps:
         self._idle_since_s: float | None = None
 
     def launching(self, stream: Any) -> None:
-        """A batch is about to be queued on `stream`: look whether the device waits for it."""
+        """Note whether the device is idle before a batch is queued on `stream`."""
         is_idle = self._on_gpu and stream.query()
         self.late_s, self._idle_since_s = 0.0, time.perf_counter() if is_idle else None
 
     def graph_launched(self) -> None:
-        """A batch that is one graph has been launched.
+        """Note how long an idle device waited for a batch that is one graph.
 
-        A device that had nothing to do reached `started` at once, and the graph only now. Kernels
-        that are launched one by one run while more of them are launched: nothing is late there.
+        It reached `started` at once, but the graph only now. Without a graph, kernels run while the
+        host launches more of them, so nothing is late.
         """
         if self._idle_since_s is not None:
             self.late_s = time.perf_counter() - self._idle_since_s
 
 
 class BatchClock:
-    """Reads the stamps of one batch after the other, in the order in which they ran."""
+    """Reads the stamps of batches in the order in which they ran."""
 
     def __init__(self) -> None:
         self._last: Stamps | None = None
 
     def begin(self) -> None:
-        """A rollout begins: what was before its first batch is no gap."""
+        """Start a rollout: the time before its first batch is no gap."""
         self._last = None
 
     def read(self, stamps: Stamps, *, prefills: bool) -> BatchTimes:
-        """Times of a batch whose tokens the host has; `prefills` says that it had a prefill."""
+        """Times of a batch whose tokens the host has; `prefills`: it had a prefill."""
         last, self._last = self._last, stamps
         decoding = stamps.prefilled if prefills else stamps.started
         decode_s = _seconds(decoding, stamps.ended)
@@ -99,11 +98,7 @@ class BatchClock:
 
 
 class Stopwatch:
-    """Adds up bytes, and the seconds that a device spends on them, without waiting for it.
-
-    Args:
-        device: The work is queued on its current stream.
-    """
+    """Adds up bytes and the device seconds spent on them, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,17 +106,17 @@ class Stopwatch:
 
     @contextmanager
     def running(self, num_bytes: int) -> Iterator[None]:
-        """Count what is queued inside, which is about so many bytes."""
+        """Time what is queued inside on the current stream; it handles about `num_bytes`."""
         began = self._mark()
         yield
         self._stretches.append((num_bytes, began, self._mark()))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop what was timed."""
         self._stretches = []
 
     def take(self) -> tuple[int, float]:
-        """Bytes and seconds since last asked; the device must have done with all of them."""
+        """Bytes and seconds since the last call; the device must have finished all of it."""
         stretches, self._stretches = self._stretches, []
         seconds = sum(_seconds(began, ended) for _, began, ended in stretches)
         return sum(num_bytes for num_bytes, *_ in stretches), seconds

@@ -1,8 +1,8 @@
 """How busy the driver says that a GPU was during a rollout.
 
-Hopper and newer count what their parts did (GPM); the difference of two readings is a mean, and
-costs two calls a rollout. Elsewhere a thread reads NVML's utilisation, the share of time in which
-any kernel ran, which is near 1 on a badly fed GPU too.
+Hopper and newer have counters for each unit (GPM). The difference of two readings is a mean, and
+costs two calls a rollout. On other GPUs a thread reads NVML's utilisation, the share of time in
+which any kernel ran. That is near 1 even on a badly fed GPU.
 """
 
 import threading
@@ -20,43 +20,34 @@ NVML_SHARE = "gpu_nvml_utilization"
 
 
 class DeviceMeter(ABC):
-    """Mean shares, from 0 to 1, between `begin` and `end`.
-
-    Attributes:
-        reads: What it reads, in words.
-    """
+    """Mean shares, 0 to 1, between `begin` and `end`; `reads` describes the source."""
 
     reads: str
 
     @abstractmethod
     def begin(self) -> None:
-        """Measure from now on."""
+        """Start to measure."""
 
     @abstractmethod
     def end(self) -> dict[str, float]:
-        """Shares since `begin`, by name; none where nothing was read, or without `begin`."""
+        """Shares since `begin`, by name; empty without `begin` or without a reading."""
 
 
 class NoMeter(DeviceMeter):
-    """For a CPU, and where NVML is out of reach: a driver without it, MIG, a container."""
+    """For a CPU, or if NVML is unavailable: a driver without it, MIG, a container."""
 
-    reads = "nothing: NVML is out of reach"
+    reads = "nothing: NVML is not available"
 
     def begin(self) -> None:
-        """Measure nothing."""
+        """Do nothing."""
 
     def end(self) -> dict[str, float]:
-        """Nothing."""
+        """Return no shares."""
         return {}
 
 
 class GpmMeter(DeviceMeter):
-    """Reads a GPU's counters.
-
-    Args:
-        nvml: NVIDIA's module, initialised.
-        handle: Its handle of the GPU.
-    """
+    """Reads a GPU's counters twice; `nvml` is NVIDIA's module, initialised."""
 
     reads = "GPM: SMs, tensor cores and DRAM"
 
@@ -70,7 +61,7 @@ class GpmMeter(DeviceMeter):
         self._first = self._read()
 
     def end(self) -> dict[str, float]:
-        """Read them again."""
+        """Read the counters again."""
         if self._first is None:
             return {}
         second = self._read()
@@ -112,15 +103,9 @@ class GpmMeter(DeviceMeter):
 
 
 class UtilisationMeter(DeviceMeter):
-    """Samples NVML's utilisation in a thread, which keeps no process alive.
+    """Samples NVML's utilisation every `period_s` seconds in a daemon thread."""
 
-    Args:
-        nvml: NVIDIA's module, initialised.
-        handle: Its handle of the GPU.
-        period_s: Seconds between two samples.
-    """
-
-    reads = "NVML's utilisation alone: the driver has no GPM for this GPU"
+    reads = "NVML's utilisation only: this GPU or driver has no GPM counters"
 
     def __init__(self, nvml: Any, handle: Any, period_s: float = _PERIOD_S) -> None:
         self._nvml, self._handle, self._period_s = nvml, handle, period_s
@@ -136,10 +121,10 @@ class UtilisationMeter(DeviceMeter):
         self._thread.start()
 
     def end(self) -> dict[str, float]:
-        """Stop it, without waiting for it."""
+        """Stop the thread, without waiting for it."""
         self._stop.set()
         running, self._thread = self._thread is not None, None
-        samples = self._samples[1:] or self._samples[:]  # the first is of the time before
+        samples = self._samples[1:] or self._samples[:]  # the first covers time before `begin`
         return {NVML_SHARE: sum(samples) / len(samples)} if running and samples else {}
 
     def _sample(self) -> None:
@@ -155,15 +140,11 @@ class UtilisationMeter(DeviceMeter):
 
 
 def open_meter(uuid: str | None) -> DeviceMeter:
-    """The best meter that there is.
-
-    Args:
-        uuid: NVML's name of the GPU, `GPU-...`. `None`: there is none.
-    """
+    """The best meter available for the GPU with this NVML UUID, `GPU-...`; `None`: no GPU."""
     if uuid is None:
         return NoMeter()
     try:
-        import pynvml  # reads the driver's library
+        import pynvml  # needs the driver's library
     except ImportError:
         return NoMeter()
     try:

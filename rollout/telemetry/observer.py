@@ -1,4 +1,4 @@
-"""What `RolloutEngine.step` tells of each batch; whoever listens decides nothing."""
+"""What `RolloutEngine.step` reports of each batch. Observers change nothing."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,38 +9,31 @@ from rollout.scheduler.batch import Batch
 
 
 class Observer:
-    """Override what you want to hear. All calls come from the host, in the order of a step."""
+    """Override the events you need. The host calls them in the order of a step."""
 
     def planned(self, batch: Batch | None) -> None:
-        """The scheduler chose the next batch; `None` where there is nothing to launch."""
+        """The scheduler chose the next batch; `None` if there is nothing to launch."""
 
     def launched(self, batch: Batch, num_bytes: int) -> None:
         """All work of a batch is queued on the device; `num_bytes` are uploaded for it."""
 
     def settled(self, batch: Batch, completions: Sequence[Completion], stamps: Any) -> None:
-        """The tokens of a batch are on the host, and its sequences know them.
+        """The scheduler has processed a batch's tokens.
 
-        Args:
-            batch: As it was launched.
-            completions: Of the sequences that it ended.
-            stamps: Its `device_time.Stamps`, all of them reached. Valid during this call and the
-                next one.
+        `completions` are of the sequences that it ended. `stamps` is its `device_time.Stamps`, all
+        reached, valid during this call and the next.
         """
 
 
 class Observers(Observer):
-    """Tells each of several.
-
-    Args:
-        recorder: Is told last, so that its own work counts to no other's times.
-    """
+    """Forwards to several observers; `recorder` comes last, so nobody times its work."""
 
     def __init__(self, recorder: Observer) -> None:
         self._observers = [recorder]
 
     @contextmanager
     def including(self, observer: Observer) -> Iterator[None]:
-        """Tell `observer`, too, of what happens inside."""
+        """Forward to `observer`, too, inside the context."""
         self._observers.insert(0, observer)
         try:
             yield
@@ -48,16 +41,16 @@ class Observers(Observer):
             self._observers.remove(observer)
 
     def planned(self, batch: Batch | None) -> None:
-        """Tell each."""
+        """Forward to each."""
         for observer in self._observers:
             observer.planned(batch)
 
     def launched(self, batch: Batch, num_bytes: int) -> None:
-        """Tell each."""
+        """Forward to each."""
         for observer in self._observers:
             observer.launched(batch, num_bytes)
 
     def settled(self, batch: Batch, completions: Sequence[Completion], stamps: Any) -> None:
-        """Tell each."""
+        """Forward to each."""
         for observer in self._observers:
             observer.settled(batch, completions, stamps)

@@ -1,4 +1,4 @@
-"""Fills in the stats of the rollout that runs."""
+"""Fills in the stats of the current rollout."""
 
 import time
 from collections.abc import Sequence
@@ -14,15 +14,10 @@ from rollout.telemetry.stats import RolloutStats
 
 
 class Recorder(Observer):
-    """Counts what happens, and knows when.
-
-    Args:
-        scheduler: Its pages and waiting rows are read at each launch.
-        meter: Reads the driver's counters.
-        page_bytes: Bytes of one KV page.
+    """Counts what happens in a rollout, and times it.
 
     Attributes:
-        stats: Of the rollout that runs, or of the last one.
+        stats: Of the current rollout, or of the last one.
     """
 
     def __init__(self, scheduler: Scheduler, meter: DeviceMeter, page_bytes: int) -> None:
@@ -32,7 +27,7 @@ class Recorder(Observer):
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """A rollout begins, with new stats."""
+        """Start a rollout with new stats."""
         self.stats, self._began_s = RolloutStats(), time.perf_counter()
         self._clock.begin()
 
@@ -41,7 +36,7 @@ class Recorder(Observer):
         self._meter.begin()
 
     def launched(self, batch: Batch, num_bytes: int) -> None:
-        """Count what the batch does, and the pages and rows at its launch."""
+        """Count the batch's work, and pages and waiting rows at its launch."""
         stats, pages = self.stats, self._scheduler.pages
         num_rows = len(batch.rows)
         stats.engine_steps += 1
@@ -60,7 +55,7 @@ class Recorder(Observer):
         stats.shares.launched(batch, self._scheduler.num_waiting)
 
     def settled(self, batch: Batch, completions: Sequence[Completion], stamps: Any) -> None:
-        """Count what it ended, and read when the device ran it."""
+        """Count completions, and read when the device ran the batch."""
         stats = self.stats
         stats.shares.ran(self._clock.read(stamps, prefills=len(batch.segments) > 0))
         lengths = [len(completion.token_ids) for completion in completions]
@@ -70,18 +65,18 @@ class Recorder(Observer):
         stats.duration_s = time.perf_counter() - self._began_s
 
     def mapped(self, num_bytes: int, num_released: int, seconds: float) -> None:
-        """KV pages take `num_bytes` now; torch gave back `num_released` of its cache for them."""
+        """KV pages now take `num_bytes`; torch freed `num_released` bytes of cache for them."""
         self.stats.mapped_bytes = max(self.stats.mapped_bytes, num_bytes)
         self.stats.released_bytes += num_released
         self.stats.wake_s += seconds
 
     def warmed_up(self, num_graphs: int, seconds: float) -> None:
-        """Layers were compiled and `num_graphs` captured."""
+        """Layers are compiled and `num_graphs` graphs captured."""
         self.stats.captured_graphs += num_graphs
         self.stats.warmup_s += seconds
 
     def paused(self) -> None:
-        """The trainer has the device until the next batch."""
+        """The trainer uses the device until the next batch."""
         self.stats.shares.paused()
 
     def slept(self, seconds: float) -> None:
@@ -89,11 +84,11 @@ class Recorder(Observer):
         self.stats.sleep_s += seconds
 
     def end(self, cast_bytes: int, cast_s: float) -> None:
-        """The last row has ended; weights of `cast_bytes` were cast for the rollout."""
+        """The last row ended. Casting weights for the rollout took `cast_bytes` and `cast_s`."""
         self.stats.device = self._meter.end()
         self.stats.cast_bytes += cast_bytes
         self.stats.cast_s += cast_s
 
     def give_up(self) -> None:
-        """The rollout ends without its rows."""
+        """The rollout ends early."""
         self._meter.end()

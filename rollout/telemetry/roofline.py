@@ -1,4 +1,4 @@
-"""What tokens cost at least: bytes that have to move, operations that have to run."""
+"""The least that tokens cost: bytes to move, operations to run."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import nn
 
 from rollout.support import experts_of
 
-# Dense bf16 operations a second by their makers' data sheets; the first name that fits counts.
+# Dense bf16 operations a second, from data sheets; the first name that matches is used.
 _PEAKS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -30,59 +30,46 @@ _PEAKS = {
 }
 
 
-_COPY_BYTES, _COPIES = 2**28, 20  # of one copy, and how many
+_COPY_BYTES, _COPIES = 2**28, 20  # bytes of one copy, number of copies
 
 
 def copy_bandwidth(source: str, target: str) -> float:
-    """Bytes a second that copies move; within one device, read and write are both counted.
-
-    Args:
-        source: Device to copy from, `cpu` or `cuda`.
-        target: Device to copy to.
-    """
+    """Measured bytes a second of copies; within one device, reads and writes both count."""
     on_gpu = "cuda" in (source, target)
     origin = torch.ones(_COPY_BYTES // 4, device=source, pin_memory=on_gpu and source == "cpu")
     copy = torch.empty(_COPY_BYTES // 4, device=target)
     copy.copy_(origin, non_blocking=True)  # warm up
     if on_gpu:
-        torch.cuda.current_stream().synchronize()  # SYNC: a measurement, nothing is served
+        torch.cuda.current_stream().synchronize()  # SYNC: a measurement, no rollout runs
     began = time.perf_counter()
     for _ in range(_COPIES):
         copy.copy_(origin, non_blocking=True)
     if on_gpu:
-        torch.cuda.current_stream().synchronize()  # SYNC: as above
+        torch.cuda.current_stream().synchronize()  # SYNC: the end of the measurement
     seconds = time.perf_counter() - began
     return _COPIES * _COPY_BYTES * (2 if source == target else 1) / seconds
 
 
 def peak_operations(device_name: str) -> float | None:
-    """Dense bf16 operations a second of a GPU by name, sparsity not counted; `None`: not known."""
+    """Dense bf16 operations a second by a GPU's name; `None` if it is unknown."""
     spaced = device_name.replace("-", " ")
     return next((peak for name, peak in _PEAKS.items() if f"{name} " in f"{spaced} "), None)
 
 
 def contexts(prompt_tokens: Sequence[int], new_tokens: Sequence[int]) -> int:
-    """Tokens whose keys and values decoding reads: for each new token, all of its row before it.
-
-    Args:
-        prompt_tokens: Of each row.
-        new_tokens: Likewise.
-    """
+    """Tokens whose KV decoding reads: for each new token, all tokens of its row before it."""
     prompts, rows = np.array(prompt_tokens, np.int64), np.array(new_tokens, np.int64)
     return int((rows * prompts + rows * (rows - 1) // 2).sum())
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model's tokens cost at least.
-
-    Attention's share is that of full attention; a window needs less.
+    """The least that a model's tokens cost, with full attention in every layer.
 
     Attributes:
-        weight_bytes: Weights that a step reads: all but the input embedding, all experts included.
-        kv_token_bytes: One token's keys and values.
-        token_operations: Of one token's products: 2 a weight that it meets, so of experts those
-            that it is sent to.
+        weight_bytes: Weights that a step reads: all but the input embedding; all experts count.
+        kv_token_bytes: Keys and values of one token.
+        token_operations: 2 for each weight that a token meets; experts not chosen do not count.
         context_operations: Of one token's attention, for each token in its context: 4 a layer,
             query head and head dimension.
     """
@@ -94,11 +81,11 @@ class Cost:
 
     @classmethod
     def of(cls, base: nn.Module, kv_token_bytes: int) -> Self:
-        """That of a transformers model, with the weights as it holds them."""
+        """Cost of a transformers model, with weights in the dtypes that it has."""
         model: Any = base
         config, embedding = model.config, model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
-        # Where they are tied, the trainer has one parameter for both, and the twin may have two.
+        # Tied, both are one parameter of the trainer's, and the head still reads it.
         read = [p for p in base.parameters() if p is head or p is not embedding]
         met = 2 * sum(p.numel() for p in read if p.dim() > 1)
         idle = 2 * sum(expert.numel() for _, expert in experts_of(base)) * _unmet_share(config)
@@ -113,16 +100,16 @@ class Cost:
         )
 
     def decode_bytes(self, steps: int, num_contexts: int) -> int:
-        """Bytes that decoding moves: in each step the weights, and what `contexts` counts."""
+        """Bytes that decoding moves: weights each step, and `num_contexts` tokens' KV."""
         return steps * self.weight_bytes + num_contexts * self.kv_token_bytes
 
     def operations(self, num_tokens: int, num_contexts: int) -> int:
-        """Operations of so many tokens, and of their attention to as many in all their contexts."""
+        """Operations of `num_tokens` that attend to `num_contexts` tokens in all."""
         return num_tokens * self.token_operations + num_contexts * self.context_operations
 
 
 def _unmet_share(config: Any) -> float:
-    """Share of the experts that a token is not sent to."""
+    """Share of the experts that a token does not use."""
     names = ("num_experts", "num_local_experts")
     num_experts = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     return 1 - config.num_experts_per_tok / num_experts if num_experts else 0.0

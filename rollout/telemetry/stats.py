@@ -10,34 +10,27 @@ class RolloutStats:
     """What one rollout did, from its first step to its last.
 
     Attributes:
-        policy_version: Weights it ran on.
-        generated_tokens: Tokens of the rows that finished.
-        lengths: Tokens of each of them, in the order in which they did.
-        num_stopped: Those of them that ended by an EOS or a stop string.
-        engine_steps: Steps that launched a batch.
-        decode_steps: Those of them in which a row decoded.
-        decoded_rows: Rows summed over those steps.
-        peak_pages: Most KV pages held at once.
-        peak_shared_pages: Most of them that more than one row held at once.
-        least_free_pages: Fewest KV pages that were free.
-        preemptions: Rows that lost their lane for want of pages.
-        offloaded_bytes: Bytes of their KV moved to the host.
-        h2d_bytes: Bytes uploaded.
-        prefilled_tokens: Prompt tokens whose KV was computed, and others that it was again.
-        attended_tokens: Tokens that those have attended to, summed.
-        shared_tokens: Prompt tokens whose KV another row had, or was about to have.
+            generated_tokens: Tokens of the rows that finished.
+        lengths: Tokens of each finished row, in the order of finishing.
+        num_stopped: Finished rows that ended by an EOS or a stop string.
+        decode_steps: Steps in which at least one row decoded.
+        decoded_rows: Rows that decoded, summed over steps.
+        peak_shared_pages: Most KV pages that more than one row used at once.
+        preemptions: Rows that lost their lane because KV pages ran out.
+        offloaded_bytes: KV of preempted rows that moved to the host.
+        prefilled_tokens: Tokens that prefill computed KV for, recomputed ones included.
+        attended_tokens: Context lengths of the prefilled tokens, summed.
+        shared_tokens: Prompt tokens that used another row's KV.
         mapped_bytes: Most bytes that KV pages took.
-        released_bytes: Bytes that torch gave back from its cache for them and for cast weights.
-        wake_s: Seconds of making room for both and mapping them.
-        sleep_s: Seconds of giving both back, where that has followed.
-        cast_bytes: Bytes of weights that were cast for it, as they are held then.
-        cast_s: Seconds that its device took for that.
-        warmup_s: Seconds of compiling and capturing before its first step.
-        captured_graphs: Graphs captured in that time.
-        duration_s: Seconds since it began.
-        device: Shares of that time, by name, in which parts of the GPU were busy; see
-            `gpu_counters`.
-        shares: Where that time went.
+        released_bytes: Bytes that torch's cache gave back for KV pages and cast weights.
+        wake_s: Seconds to free and map memory for both.
+        sleep_s: Seconds to give that memory back after the rollout.
+        cast_bytes: Bytes of the weights that were cast for the rollout, in their new dtype.
+        cast_s: Device seconds of that cast.
+        warmup_s: Seconds of compiling and capturing graphs before the first step.
+        captured_graphs: Graphs captured in `warmup_s`.
+        duration_s: Seconds from the start to the latest settled batch.
+        device: Shares of the time in which parts of the GPU were busy; see `gpu_counters`.
     """
 
     policy_version: int = 0
@@ -70,12 +63,12 @@ class RolloutStats:
 
     @property
     def overrun_tokens(self) -> int:
-        """Tokens that no completion has, once every row is done: of overruns and aborted rows."""
+        """Tokens in no completion, once all rows ended: overruns and aborted rows."""
         return self.decoded_rows - self.generated_tokens
 
     @property
     def whole_s(self) -> float:
-        """Seconds since it began, until its memory was given back where that has followed."""
+        """Seconds of the rollout, and of giving its memory back."""
         return self.duration_s + self.sleep_s
 
     @property
@@ -85,7 +78,7 @@ class RolloutStats:
 
     @property
     def largest_shares(self) -> str:
-        """The largest of them, in words."""
+        """The four largest time shares, as text."""
         shares = sorted(self.time_shares.items(), key=lambda item: -item[1])
         return ", ".join(f"{part} {share:.0%}" for part, share in shares[:4] if share >= 0.005)
 
@@ -96,11 +89,11 @@ class RolloutStats:
 
     @property
     def rows_live(self) -> float:
-        """Rows in a decode step, on average."""
+        """Mean number of rows in a decode step."""
         return self.decoded_rows / self.decode_steps if self.decode_steps else 0.0
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens to prefill that another row's served for."""
+        """Share of the tokens to prefill that used another row's KV."""
         wanted = self.prefilled_tokens + self.shared_tokens
         return self.shared_tokens / wanted if wanted else 0.0

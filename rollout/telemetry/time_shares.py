@@ -15,7 +15,7 @@ class BatchTimes:
     Attributes:
         gap_s: From the end of the batch before to its start; 0 for the first of a rollout.
         prefill_s: From its start to the end of its prefill.
-        decode_s: From there to its end.
+        decode_s: From the end of its prefill to its end.
     """
 
     gap_s: float
@@ -25,10 +25,7 @@ class BatchTimes:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What was known of a batch at its launch: rows that decode, lanes that count, the gap's part.
-
-    `num_lanes` is `num_rows`, or in the tail the most rows that ran together before.
-    """
+    """A batch at its launch; in the tail, `num_lanes` is the most rows that ran together."""
 
     num_rows: int
     num_lanes: int
@@ -38,19 +35,19 @@ class _Launch:
 class TimeShares:
     """Splits a rollout's time into `PARTS`.
 
-    A rollout lasts from its first row to its last token, and on until its memory was given back.
-    On a GPU the times of a batch are the device's, on a CPU the host's.
+    The time runs from the first row to the last token, and on until memory is given back. Batch
+    times are the device's on a GPU, and the host's on a CPU.
 
     compute: Decode steps, without the tail's share.
-    prefill: From the start of a batch to the end of its prefill: no row decodes. Lower it by larger
-        groups (a prompt is prefilled once) or shorter prompts.
-    tail: In a decode step of `n` rows after which no row waits, while `w` rows ran together before:
-        `(w - n) / w` of the step. Lanes are empty because the longest rows are not done.
-    sleep: Making room for KV pages and mapping them, giving them back, and pauses.
+    prefill: From the start of a batch to the end of its prefill. Larger groups (a prompt is
+        prefilled once) or shorter prompts lower it.
+    tail: `(w - n) / w` of a decode step, if no row waits, `n` rows decode and at most `w` rows ran
+        together before. Lanes are empty because only the longest rows are left.
+    sleep: Freeing and mapping memory for KV pages, giving it back, and pauses.
         `kv_keep="always"` avoids the first two.
-    idle: The rest, in which the device has no batch: planning and settling beside nothing,
-        compiling and capturing, casting weights, what the trainer had queued. With `num_slots=2`
-        and after the first rollouts it is small.
+    idle: The rest, in which the device has no batch: the host plans or settles, compiles, captures
+        graphs or casts weights, or the trainer's work runs. With `num_slots=2` it is small after
+        the first rollouts.
 
     Attributes:
         busy_s: Seconds in which the device was inside a batch.
@@ -60,15 +57,15 @@ class TimeShares:
         self.busy_s = 0.0
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._launches = deque[_Launch]()
-        self._most_rows = 0  # that have run together
+        self._most_rows = 0  # that ran together
         self._was_paused = False
 
     def paused(self) -> None:
-        """The trainer has the device until the next batch."""
+        """The trainer uses the device until the next batch."""
         self._was_paused = True
 
     def launched(self, batch: Batch, num_waiting: int) -> None:
-        """Note what is known of a batch, while `num_waiting` rows have no lane."""
+        """Note a batch at its launch, while `num_waiting` rows have no lane."""
         num_rows = len(batch.rows)
         self._most_rows = max(self._most_rows, num_rows)
         num_lanes = num_rows if num_waiting else self._most_rows
@@ -76,13 +73,13 @@ class TimeShares:
         self._was_paused = False
 
     def ran(self, times: BatchTimes) -> None:
-        """Add the times of the oldest batch that was launched and has not been settled."""
+        """Add the times of the oldest launched batch that is not yet settled."""
         launch, seconds = self._launches.popleft(), self._seconds
         self.busy_s += times.prefill_s + times.decode_s
         if launch.follows_pause:
             seconds["sleep"] += times.gap_s
         seconds["prefill"] += times.prefill_s
-        if not launch.num_rows:  # it copies pages
+        if not launch.num_rows:  # the rest of the batch copies pages
             seconds["prefill"] += times.decode_s
             return
         compute_s = times.decode_s * launch.num_rows / launch.num_lanes
@@ -90,16 +87,11 @@ class TimeShares:
         seconds["tail"] += times.decode_s - compute_s
 
     def shares(self, whole_s: float, sleep_s: float) -> dict[str, float]:
-        """Share of each part; none before anything ran.
-
-        Args:
-            whole_s: Seconds of the rollout.
-            sleep_s: Those of them in which memory was made ready or given back.
-        """
+        """Share of each part, empty before anything ran; `sleep_s` goes to the sleep part."""
         if not whole_s:
             return {}
         seconds = {**self._seconds, "sleep": self._seconds["sleep"] + sleep_s}
-        # Memory may be made ready beside a batch or in a pause, or without a token that follows.
+        # Mapping may overlap a batch or a pause, or happen with no token after it.
         whole_s = max(whole_s, sum(seconds.values()))
         seconds["idle"] = whole_s - sum(seconds.values())
         return {part: spent / whole_s for part, spent in seconds.items()}

@@ -1,4 +1,4 @@
-"""What ran when, on host and device: shares, and a picture."""
+"""What ran when on host and device, as shares and as a picture."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,8 @@ class Interval:
 
     Attributes:
         track: One of `TRACKS`.
-        name: What it was.
-        start_s: Seconds on the host's clock.
-        stop_s: Likewise.
-        num_rows: Rows that decoded, of a batch.
+        start_s: Seconds on the host's clock, as is `stop_s`.
+        num_rows: Rows that decoded, if it is a batch.
     """
 
     track: str
@@ -39,12 +37,12 @@ class Timeline:
     intervals: list[Interval] = field(default_factory=list)
 
     def on(self, track: str) -> list[Interval]:
-        """A track's intervals by start; the host's waits are no work and are left out."""
+        """A track's intervals by start, without the host's waits, which are no work."""
         intervals = [i for i in self.intervals if i.track == track and i.name != WAIT]
         return sorted(intervals, key=lambda interval: interval.start_s)
 
     def gaps(self, track: str) -> list[tuple[float, float]]:
-        """Where a track did nothing between its first interval and its last."""
+        """Start and end of each pause between a track's first interval and its last."""
         gaps: list[tuple[float, float]] = []
         reached = float("inf")
         for interval in self.on(track):
@@ -60,22 +58,22 @@ class Timeline:
         return last - intervals[0].start_s if intervals else 0.0
 
     def busy_s(self, track: str) -> float:
-        """Seconds of those in which it ran."""
+        """Seconds in which a track ran."""
         return self.span_s(track) - sum(stop - start for start, stop in self.gaps(track))
 
     def busy_share(self, track: str) -> float:
-        """Share of the time from a track's first interval to its last in which it ran."""
+        """`busy_s / span_s`; `nan` if the track is empty."""
         span_s = self.span_s(track)
         return self.busy_s(track) / span_s if span_s else float("nan")
 
     def decoding(self) -> "Timeline":
-        """What began after the last batch that prefilled."""
+        """The intervals that began after the last prefill."""
         prefills = [i.stop_s for i in self.intervals if i.name == PREFILL]
         began = max(prefills, default=0.0)
         return Timeline([i for i in self.intervals if i.start_s >= began])
 
     def middle(self, seconds: float) -> "Timeline":
-        """So many seconds around the middle of the rollout; what reaches beyond them is cut."""
+        """The middle `seconds` of the rollout; intervals that reach beyond are cut."""
         starts = [interval.start_s for interval in self.intervals]
         first = (min(starts) + max(starts) - seconds) / 2
         last = first + seconds
@@ -87,11 +85,11 @@ class Timeline:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """What Perfetto and Chrome's `about:tracing` read, as JSON: microseconds from the beginning."""
+    """JSON for Perfetto and Chrome's `about:tracing`, in microseconds from the start."""
     origin = min((interval.start_s for interval in timeline.intervals), default=0.0)
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
-        for track, name in enumerate(TRACKS, start=1)  # 0 is the idle process's to Perfetto
+        for track, name in enumerate(TRACKS, start=1)  # Perfetto shows 0 as the idle process
     ]
     for interval in timeline.intervals:
         events.append(
@@ -109,15 +107,11 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def open_pyplot() -> Any:
-    """What draws, without a screen.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Import pyplot for drawing to files; `ConfigError` if matplotlib is not installed."""
     try:
-        import matplotlib  # not needed to roll out
+        import matplotlib  # rollouts do not need it
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
+        raise ConfigError("drawing a timeline needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -125,15 +119,7 @@ def open_pyplot() -> Any:
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Draw timelines one above the other on one scale; the device's idle time in red.
-
-    Args:
-        timelines: By title.
-        path: Picture to write, such as `timeline.png`.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw timelines by title on one scale, with idle device time in red; needs matplotlib."""
     pyplot = open_pyplot()
     size = (12, 2.2 * len(timelines))
     figure, axes = pyplot.subplots(len(timelines), sharex=True, squeeze=False, figsize=size)

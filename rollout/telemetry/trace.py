@@ -1,4 +1,4 @@
-"""Records a timeline of an engine's steps; a rollout that is not traced pays nothing."""
+"""Records a timeline of an engine's steps; costs nothing unless it observes."""
 
 import time
 from collections.abc import Sequence
@@ -14,33 +14,26 @@ from rollout.telemetry.timeline import PREFILL, WAIT, Interval, Timeline
 
 
 class Tracer(Observer):
-    """Fills in a timeline while `RolloutEngine.observing` it.
-
-    Args:
-        device: The engine's.
-
-    Attributes:
-        timeline: What has been settled so far.
-    """
+    """Fills in `timeline` while `RolloutEngine.observing` it."""
 
     def __init__(self, device: torch.device) -> None:
         self.timeline = Timeline()
         self._origin = make_stamp(device)
         self._origin.record()
-        self._origin.synchronize()  # SYNC: once, to lay the device's clock over the host's
+        self._origin.synchronize()  # SYNC: once, to align the device's clock with the host's
         self._origin_s = time.perf_counter()
-        self._host_s: float | None = None  # the end of what the host did last
+        self._host_s: float | None = None  # end of the host's last interval
 
     def planned(self, batch: Batch | None) -> None:
-        """The host has planned since the step before; the first plan's start is not known."""
+        """Add the host's planning. The start of the first plan is unknown."""
         self._on_host("plan")
 
     def launched(self, batch: Batch, num_bytes: int) -> None:
-        """It has filled buffers and queued work."""
+        """Add the host's filling of buffers and queueing of work."""
         self._on_host("launch")
 
     def settled(self, batch: Batch, completions: Sequence[Completion], stamps: Stamps) -> None:
-        """It has waited for the tokens, and settled them; the device has run the batch."""
+        """Add the host's wait and settling, and the batch on the device."""
         self._on_host(WAIT, stamps.arrived_s)
         self._on_host("settle")
         num_rows, name = len(batch.rows), PREFILL if batch.segments else "decode"

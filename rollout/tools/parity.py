@@ -69,7 +69,7 @@ def differences(
     settings: dict[str, Any] = {"on_policy": "exact", "enforce_eager": True}
     config = replace(config, max_rows=num_rows, compile_layers=compiled, **settings)
     engine = RolloutEngine(model, config, autocast_dtype=autocast_dtype)
-    undo, was_training = prepare_trainer(model, engine.worker.invariant_shapes), model.training
+    undo, was_training = prepare_trainer(model, engine.exact_shapes), model.training
     try:
         with (
             torch.no_grad(),
@@ -81,7 +81,7 @@ def differences(
             rows = ids.tolist()  # SYNC: tensors of the CPU
             starts = (num_tokens - lengths).tolist()  # SYNC: likewise
             prompts = [row[start:] for row, start in zip(rows, starts, strict=True)]
-            base, rows_of = engine.worker.twin.base, lambda output: output[0, :num_rows]
+            base, rows_of = engine.module, lambda output: output[0, :num_rows]
             with _recorded(base, rows_of, within_layers=not compiled) as rollouts:
                 engine.generate(prompts, SamplingParams(max_new_tokens=1))
     finally:

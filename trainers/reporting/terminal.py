@@ -19,8 +19,8 @@ _OURS = ("rollout/", "eval_rollout/", "sampling/raw_", "eval_sampling/raw_")
 class Terminal:
     """Removes rollout metrics from the trainer's printed logs and prints lines instead.
 
-    The metrics still go to W&B, TensorBoard and `trainer.state.log_history`. If the trainer
-    has none of the stock printing callbacks, lines are logged at INFO instead.
+    The metrics still go to W&B, TensorBoard and `trainer.state.log_history`. If the trainer has
+    none of the stock printing callbacks, lines are logged at INFO instead.
     """
 
     def __init__(self, trainer: Any) -> None:
