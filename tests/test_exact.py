@@ -144,7 +144,7 @@ def test_dropout_is_refused(tmp_path):
     ("changes", "message"),
     [
         ({"cast_lm_head_to_fp32": True}, "drop `cast_lm_head_to_fp32`"),
-        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0 .* drop it, or use"),
+        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0 .* drop it, or set"),
     ],
     ids=str,
 )
