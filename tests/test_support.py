@@ -47,7 +47,7 @@ TINY = {
 }
 HEADS = {"num_key_value_heads": 2}
 WINDOW = {**TINY, **HEADS, "sliding_window": 5}
-WINDOW_UNTOLD = "has a sliding window of 5 tokens, which it does not pass to its attention"
+WINDOW_UNTOLD = "has a sliding window of 5 tokens, but the layer does not pass it"
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 

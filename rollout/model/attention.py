@@ -1,4 +1,4 @@
-"""Lends paged KV to a transformers model through its attention interface.
+"""Paged attention for transformers models, through their attention interface.
 
 Shape letters: T packed tokens, Q tokens of one segment, H query heads, K key/value heads, D head
 size, L lanes, P pages of a row.
@@ -23,24 +23,25 @@ from rollout.scheduler.batch import Segment
 
 PAGED_ATTENTION = "twinslot_paged"
 
-# What models hand to an attention function and what does not change its result here.
+_KV = tuple[Tensor, Tensor]  # keys, values
+
+# Arguments of an attention function that do not change its result here.
 _HARMLESS = frozenset({"dropout", "position_ids", "use_cache"})
 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """What every layer of one forward needs in order to attend over pages.
+    """What every layer needs to attend over pages in one forward.
 
     Attributes:
-        kv_cache: Where keys and values lie.
         page_table_LP: Page ids of each lane, int64.
         lanes_T: Lane of each token, int64.
-        positions_T: Position of each token, int64.
-        max_context: No token's context is longer, itself included; decode alone reads it.
-        segments: What is prefilled; `None` where every token is a row of its own (decode).
-        runs_N4: The same on the device: lane, first packed token, tokens, first position, int64.
-        exact: Attend as the trainer does in exact mode, by one kernel alone.
-        stored: Layers that have written their keys and values in the forward that runs.
+        positions_T: Position of each token in its row, int64.
+        max_context: Upper bound of all context lengths, in tokens. Only decode reads it.
+        segments: Prompt segments to prefill. `None`: decode, one token a row.
+        runs_N4: The segments, int64: lane, first packed token, number of tokens, first position.
+        exact: Run all prefill attention in our kernel, as the trainer does in exact mode.
+        stored: Layers that have stored their keys and values in the current forward.
     """
 
     kv_cache: KVCache
@@ -55,10 +56,10 @@ class PagedAttention:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Lend the pages to the forward that runs inside.
+        """Let attention layers use these pages inside the `with` block.
 
-        Beside the model, not through it: a compiled layer would be compiled once for each
-        combination of what it is handed.
+        The pages do not pass through the model: torch.compile would compile a layer again for
+        each combination of arguments.
         """
         self.stored.clear()
         token = _active.set(self)
@@ -68,13 +69,13 @@ class PagedAttention:
             _active.reset(token)
 
     def store(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
-        """Write the keys and values of the packed tokens."""
+        """Write the keys and values of the packed tokens to their pages."""
         cache = self.kv_cache.layer(layer)
         if keys_TKD.is_cuda:
-            from rollout.kernels import store_kv_triton  # Triton is not there on every CPU
+            from rollout.kernels import store_kv_triton  # Triton may be missing on a CPU
 
-            where = (self.page_table_LP, self.lanes_T, self.positions_T)
-            store_kv_triton.store_kv(keys_TKD, values_TKD, cache, *where)
+            pages = (self.page_table_LP, self.lanes_T, self.positions_T)
+            store_kv_triton.store_kv(keys_TKD, values_TKD, cache, *pages)
             return
         page_tokens = self.kv_cache.layout.page_tokens
         pages_T = self.page_table_LP[self.lanes_T, self.positions_T // page_tokens]
@@ -83,9 +84,9 @@ class PagedAttention:
     def attend(
         self, layer: int, query_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, **options: Any
     ) -> Tensor:
-        """Attend with each packed token over its row's context, `(T, H, D)`.
+        """Attend with each packed token over its row's context; return `(T, H, D)`.
 
-        The keys and values are those of the packed tokens, which have been stored.
+        The keys and values belong to the packed tokens. Call `store` with them first.
         """
         cache = self.kv_cache.layer(layer)
         if query_THD.is_cuda:
@@ -93,8 +94,8 @@ class PagedAttention:
 
             if self.segments is not None:
                 return self._prefill_on_gpu(cache, query_THD, (keys_TKD, values_TKD), options)
-            where = (self.page_table_LP, self.lanes_T, self.positions_T)
-            return kernels.decode(query_THD, cache, *where, max_context=self.max_context, **options)
+            pages = (self.page_table_LP, self.lanes_T, self.positions_T)
+            return kernels.decode(query_THD, cache, *pages, max_context=self.max_context, **options)
         if self.segments is None:
             keys, values = gather_kv(cache, self.page_table_LP[self.lanes_T], self.max_context)
             positions = self.positions_T[:, None]
@@ -110,16 +111,12 @@ class PagedAttention:
         return torch.cat(outputs)
 
     def _prefill_on_gpu(
-        self,
-        cache: tuple[Tensor, Tensor],
-        query_THD: Tensor,
-        new: tuple[Tensor, Tensor],
-        options: dict[str, Any],
+        self, cache: _KV, query_THD: Tensor, new_kv: _KV, options: dict[str, Any]
     ) -> Tensor:
-        """Attend with prompts that begin by torch's kernels, with those that go on by ours.
+        """Run segments from position 0 on in torch's kernels, and the others in our kernel.
 
-        Those that go on come first. In exact mode all go by ours, and so does each layer whose
-        options torch's kernels do not know.
+        The others come first in the batch. Our kernel runs all segments in exact mode, and in
+        layers whose options torch's kernels do not support.
         """
         from rollout.kernels import paged_attention_triton as kernels  # as above
 
@@ -135,7 +132,7 @@ class PagedAttention:
             paged = {"longest": longest, "page_table_LP": self.page_table_LP, **options}
             outputs.append(kernels.attend_runs(query_THD[:first], cache, runs_N4, **paged)[0])
         if num_paged < len(counts):
-            query, keys, values = (states[first:] for states in (query_THD, *new))
+            query, keys, values = (states[first:] for states in (query_THD, *new_kv))
             scale, window, counts = options["scale"], options["window"], counts[num_paged:]
             if len(set(counts)) == 1 and cudnn.serves(query, window):
                 output = cudnn.attend_rows(query, keys, values, len(counts), scale)
@@ -148,7 +145,7 @@ class PagedAttention:
 
 
 class Prefilled(Exception):
-    """The last layer of a prefill has stored its keys and values: nothing else of it is needed."""
+    """Ends a prefill forward as soon as the last layer has stored its keys and values."""
 
 
 _active: ContextVar[PagedAttention] = ContextVar("paged_attention")
@@ -169,47 +166,43 @@ def _attend_and_store(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Store the keys and values, and attend. One node to a compiler, which cannot look inside.
+    """Store the keys and values, then attend: one opaque node in a compiled graph.
 
-    The pages it writes are no argument, so no compiler copies them to keep them apart.
+    The pages are not an argument: torch.compile would copy an argument that is written to.
     """
     paged = _active.get()
     layout = paged.kv_cache.layout
     if keys_TKD.shape[1:] != (layout.num_kv_heads, layout.head_dim):
         raise UnsupportedModel(
-            f"a layer has {keys_TKD.shape[1]} key heads of size {keys_TKD.shape[2]} and other "
-            f"layers {layout.num_kv_heads} of {layout.head_dim}; one page cannot hold both"
+            f"a layer has {keys_TKD.shape[1]} key heads of size {keys_TKD.shape[2]}, but KV pages "
+            f"hold {layout.num_kv_heads} of size {layout.head_dim}; generate without the engine"
         )
     index = int(layer)
     if index in paged.stored:
         raise UnsupportedModel(
-            f"layer {index} attends more than once in one forward (a looped model, or differential "
-            "attention), and its pages hold one set of keys and values; such a model cannot run on "
-            "the engine"
+            f"layer {index} attends more than once in one forward, as looped models and "
+            "differential attention do, but KV pages hold one set of keys and values a layer; "
+            "generate without the engine"
         )
     paged.stored.add(index)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "sinks_H": sinks_H,
-    }
     with torch.autocast(query_THD.device.type, enabled=False):
         states = [states.to(layout.dtype) for states in (query_THD, keys_TKD, values_TKD)]
         paged.store(index, *states[1:])
         if paged.segments is not None and index == layout.num_layers - 1:
             raise Prefilled
-        output = paged.attend(index, *states, **options)
+        output = paged.attend(
+            index, *states, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
+        )
     return output.to(query_THD.dtype)
 
 
 def number_layers(base: nn.Module) -> None:
-    """Tell each attention layer which cache is its own: `layer_idx`, as a tensor on the CPU.
+    """Set `kv_layer` and `mask_window` on each attention layer.
 
-    A number would be compiled into the layer, and each layer compiled for itself. `mask_window` is
-    the window that the mask of the trainer's forward has there.
+    `kv_layer` is its index in the KV cache, as a CPU tensor: torch.compile would compile every
+    layer separately for a Python int. `mask_window` is the sliding window of the trainer's mask.
     """
-    module: Any  # whose attributes are anybody's
+    module: Any  # gets attributes that nn.Module does not declare
     for module in base.modules():
         if isinstance(index := getattr(module, "layer_idx", None), int):
             module.kv_layer = torch.tensor(index)
@@ -217,7 +210,7 @@ def number_layers(base: nn.Module) -> None:
 
 
 def _mask_window(config: Any, index: int) -> int | None:
-    """Tokens that transformers' mask lets a layer see; `None` where it sees whole sequences."""
+    """Sliding window of transformers' mask in tokens; `None`: the layer sees whole sequences."""
     types = getattr(config, "layer_types", None)
     if types and types[index : index + 1] != ["sliding_attention"]:
         return None
@@ -241,45 +234,40 @@ def paged_attention_forward(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in each layer of the twin.
+    """Transformers calls this in each layer of the twin. It uses the active `PagedAttention`.
 
-    The pages are those of the `PagedAttention` that is active.
+    `query` is `(1, H, T, D)`; `key` and `value` are `(1, K, T, D)`.
 
     Args:
-        module: The attention layer; its `kv_layer` says which cache is its own.
-        query: `(1, H, T, D)`.
-        key: `(1, K, T, D)`.
-        value: `(1, K, T, D)`.
-        attention_mask: Always `None`: causality follows from the positions.
-        scaling: Multiplies the scores. `None`: `D ** -0.5`.
-        sliding_window: Tokens a query sees, itself included. `None`: all.
-        softcap: Caps the scores (Gemma 2).
-        s_aux: Sinks, `(H,)`: a score of each head that takes weight and has no value (gpt-oss).
-        others: Anything else; refused unless it is known not to matter.
+        module: The attention layer, with the attributes that `number_layers` sets.
+        attention_mask: Must be `None`: causality follows from the positions.
+        sliding_window: Tokens that a query sees, itself included. `None`: all.
+        s_aux: Attention sinks, `(H,)`: extra scores without a value (gpt-oss).
+        others: Refused unless known to be harmless.
 
     Returns:
         `(1, T, H, D)`, and no attention weights.
 
     Raises:
-        UnsupportedModel: The model asks for something that paged attention does not do.
+        UnsupportedModel: Paged attention does not support what the layer asks for.
     """
     harmless = _HARMLESS | {name for name in others if name.startswith("output_")}
     asked = [name for name, value in others.items() if value is not None and name not in harmless]
     if asked or attention_mask is not None:
         raise UnsupportedModel(
             f"{type(module).__name__} passes {asked or ['attention_mask']} to its attention, which "
-            "paged attention does not know; such a model cannot run on the engine"
+            "paged attention does not support; generate without the engine"
         )
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(
-            f"{type(module).__name__} lets tokens attend to later ones (`is_causal` is False), so "
-            "it cannot generate from the KV of earlier ones; such a model cannot run on the engine"
+            f"{type(module).__name__} lets tokens attend to later ones (is_causal=False), so the "
+            "keys and values of earlier tokens cannot be cached; generate without the engine"
         )
     if sliding_window is None and module.mask_window is not None:
         raise UnsupportedModel(
             f"the config of {type(module).__name__} has a sliding window of {module.mask_window} "
-            "tokens, which it does not pass to its attention; such a model cannot run on the "
-            "engine, unless `sliding_window` is None or no less than `max_position_embeddings`"
+            "tokens, but the layer does not pass it to its attention; the engine can run this "
+            "model only if `sliding_window` is None or >= `max_position_embeddings`"
         )
     # Under autocast the trainer's attention computes in the dtype of its values.
     query_THD = query[0].transpose(0, 1).to(value.dtype).contiguous()

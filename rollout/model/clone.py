@@ -1,4 +1,4 @@
-"""Copies of the trainer's module tree, over the same storage."""
+"""Copies of the trainer's module tree that share its storage."""
 
 import copy
 from typing import Any
@@ -9,18 +9,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from rollout.model.weights import is_part, is_sharded, shape_of
 
-# Where FSDP keeps its state in a module's attributes, and ZeRO-3 parameters a second time.
+# Attributes of a module in which FSDP keeps its state, and ZeRO-3 more references to parameters.
 _FSDP_STATE = "__composable_api_state_key"
 _ZERO_STATE = ("_original_parameters", "_external_params")
 
-# Where bitsandbytes notes that a layer may pack its 4-bit weights anew, on a CPU in a forward
-# without gradients: what they were quantised by is shared, and the trainer's would be lost.
-_PACKS = "support_avx512bf16_for_cpu"
+# If True, bitsandbytes repacks 4-bit weights in a CPU forward without gradients. The twin shares
+# the quantisation state, so repacking would destroy the trainer's.
+_REPACKS = "support_avx512bf16_for_cpu"
 
 
 def clone(live: nn.Module) -> nn.Module:
-    """Copy the module tree over the same storage, without what FSDP, ZeRO and hooks added."""
-    # Parts of a parameter are nothing to run on: the twin holds the whole.
+    """Copy a module tree over the same storage, without hooks and the state of FSDP and ZeRO."""
+    # A sharded parameter becomes an empty one: the twin gets a whole copy later.
     memo: dict[int, Any] = {id(p): _blank(p) if is_part(p) else alias(p) for p in live.parameters()}
     for module in live.modules():
         for key, value in vars(module).items():
@@ -34,10 +34,10 @@ def clone(live: nn.Module) -> nn.Module:
 
 
 def _clone_fsdp_modules(live: nn.Module, memo: dict[int, Any]) -> None:
-    """Give `deepcopy` a clone of each module whose class FSDP has made, which refuses to be copied.
+    """Put clones of FSDP modules, which refuse `deepcopy`, into its memo.
 
-    A clone is of the plain class. All exist, still empty, before the first is filled, so that each
-    finds the others.
+    Clones have the class from before FSDP. They may refer to each other, so all of them exist
+    before the first is filled.
     """
     modules: list[Any] = [module for module in live.modules() if isinstance(module, FSDPModule)]
     for module in modules:
@@ -49,7 +49,10 @@ def _clone_fsdp_modules(live: nn.Module, memo: dict[int, Any]) -> None:
 
 @torch.no_grad()
 def bind(base: nn.Module, live: nn.Module) -> None:
-    """Point every parameter and persistent buffer of a clone at the trainer's storage, by name."""
+    """Point each parameter and persistent buffer of a clone at the trainer's storage, by name.
+
+    Sharded parameters stay as they are. Non-persistent buffers are copied.
+    """
     modules = dict(live.named_modules())
     for name, module in base.named_modules():
         source = modules[name]
@@ -68,7 +71,7 @@ def bind(base: nn.Module, live: nn.Module) -> None:
 
 
 def alias(parameter: nn.Parameter) -> nn.Parameter:
-    """The same storage, class and attributes, without gradient."""
+    """A parameter with the same storage, class and attributes, but without gradient."""
     twin = torch.Tensor._make_subclass(type(parameter), parameter.data, False)
     twin.__dict__.update(parameter.__dict__)
     return twin
@@ -80,14 +83,11 @@ def _blank(parameter: Tensor) -> nn.Parameter:
 
 
 def _forget_trainer(module: nn.Module) -> None:
-    """Take away what was set on the trainer's instance: patched forwards and hooks.
-
-    They close over the trainer's own modules and would run those.
-    """
+    """Remove patched forwards and hooks: they would run the trainer's own modules."""
     module.__dict__.pop("forward", None)
-    if hasattr(module, _PACKS):
-        setattr(module, _PACKS, False)
-    # ZeRO-3's own mapping may gather what it is asked for.
+    if hasattr(module, _REPACKS):
+        setattr(module, _REPACKS, False)
+    # ZeRO-3's parameter dict may gather a parameter when it is read.
     module._parameters = dict(module._parameters)
     for key in _ZERO_STATE:
         module.__dict__.pop(key, None)
@@ -98,25 +98,22 @@ def _forget_trainer(module: nn.Module) -> None:
 
 
 def fingerprint(base: nn.Module) -> tuple[Any, ...]:
-    """What the twin has copied and storage does not show: modules, sizes and adapter settings."""
-    config: Any = base.config  # knows of resized embeddings
+    """All that the twin copies instead of sharing: modules, sizes and adapter settings."""
+    config: Any = base.config
     return (
         is_sharded(base),
         config.vocab_size,
-        *(
-            (name, _plain_type(module), *_adapter_settings(module))
-            for name, module in base.named_modules()
-        ),
+        *((name, _plain_type(m), *_adapter_settings(m)) for name, m in base.named_modules()),
     )
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:
-    """Its class; FSDP derives one from itself and the module's own, which is meant then."""
+    """The module's class, before FSDP derived another one from it."""
     return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
 
 
 def _adapter_settings(module: nn.Module) -> tuple[Any, ...]:
-    """Names, active, disabled, merged and scaling of a PEFT layer, known by its attributes."""
+    """Which adapters of a PEFT layer are active, disabled or merged, and their scaling."""
     # On a transformers model these names are methods; on an adapter layer they are values.
     if not isinstance(getattr(module, "disable_adapters", None), bool):
         return ()

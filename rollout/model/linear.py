@@ -1,7 +1,7 @@
-"""Linear layers of the twin: products of few rows by a kernel of ours, and a float32 head.
+"""Linear layers of the twin: skinny GEMM for few rows, and a float32 head.
 
-cuBLAS takes no part in launching a kernel while the one before it ends, and a decode step is
-hundreds of products that last microseconds each.
+A decode step runs hundreds of products of some microseconds each. Our skinny GEMM overlaps their
+launches by PDL (programmatic dependent launch); cuBLAS does not.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def _fake(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @custom_op(_fake)
 def _skinny_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from rollout.kernels import skinny_linear_triton as kernel  # Triton is not there on every CPU
+    from rollout.kernels import skinny_linear_triton as kernel  # Triton may be missing on a CPU
 
     if states.numel() // states.shape[-1] > kernel.MOST_ROWS:
         return linear(states, weight, bias)
@@ -27,23 +27,17 @@ def _skinny_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def skinny_linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear(states, weight, bias)` without a gradient.
+    """`linear(states, weight, bias)` without a gradient; with many rows cuBLAS computes it.
 
-    Args:
-        states: `(..., inputs)`.
-        weight: `(outputs, inputs)`, which `serves`; a product of many rows stays cuBLAS's.
-        bias: `(outputs,)`.
-
-    Returns:
-        `(..., outputs)`.
+    `weight` must pass `serves`. The result has its dtype.
     """
-    # In autocast, whose dtype the weight has, `linear` would do this.
+    # Under autocast the weight has autocast's dtype, and `linear` would cast in the same way.
     bias = None if bias is None else bias.to(weight.dtype)
     return _skinny_linear(states.to(weight.dtype), weight, bias)
 
 
 def serves(weight: Tensor) -> bool:
-    """Whether products with this weight can be ours: on Hopper and newer, in 16 bits."""
+    """Whether `skinny_linear` supports this weight: 16 bits, contiguous, on Hopper or newer."""
     if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     if torch.cuda.get_device_capability(weight.device) < (9, 0):
@@ -54,46 +48,42 @@ def serves(weight: Tensor) -> bool:
 
 
 class SkinnyLinear(nn.Linear):
-    """A linear layer that computes by `skinny_linear` where that serves.
-
-    Attributes:
-        skinny: Whether it serves the present weight, as `choose_kernel` has found.
-    """
+    """A linear layer that uses `skinny_linear` if its weight allows."""
 
     skinny: bool
 
     def choose_kernel(self) -> None:
-        """Look at the present weight."""
+        """Choose by the current weight. Call it before the first forward and after a change."""
         self.skinny = serves(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """What `nn.Linear` would return."""
+        """Multiply, as `nn.Linear` does."""
         multiply = skinny_linear if self.skinny else linear
         return multiply(input, self.weight, self.bias)
 
 
 class Float32Head(nn.Linear):
-    """A head whose products are float32, whatever its weights and states are."""
+    """An output head that computes in float32, whatever the dtypes of weights and states."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Logits, float32."""
+        """Compute logits, float32."""
         bias = None if self.bias is None else self.bias.float()
         with torch.autocast(input.device.type, enabled=False):
             return linear(input.float(), self.weight.float(), bias)
 
 
 class CastEmbedding(nn.Embedding):
-    """An embedding that shares the head's float32 weights, and gives the model's dtype.
+    """An embedding that shares the head's float32 weights, and returns the model's dtype.
 
     Attributes:
-        embed: The forward of the embedding that it stands for, scaled or adapted as that is.
-        states_dtype: The dtype of every other weight.
+        embed: Forward of the embedding that this one replaces, with its scaling or adapters.
+        states_dtype: Dtype of all other weights.
     """
 
     embed: Any
     states_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the embedding itself would return, in that dtype."""
+        """Embed, then cast to `states_dtype`."""
         states: Tensor = self.embed(input)
         return states.to(self.states_dtype)

@@ -1,8 +1,8 @@
-"""Projections of one input as one product: q/k/v, and gate/up.
+"""Fused projections: one product for q/k/v, and one for gate/up.
 
-Weights that lie next to each other in memory are read by one product, without a copy. The trainer
-keeps its parameters; `lay_together` only moves their storage into one buffer a group. Where such
-layers have LoRA adapters, the small products with their A matrices become one as well.
+One product can read weights that are adjacent in memory, without a copy. The trainer keeps its
+parameters; `lay_together` only moves their storage into one buffer a group. If the layers have LoRA
+adapters, the small products with their A matrices are fused, too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,12 +15,12 @@ from torch.nn.functional import linear
 from rollout.exact.linear import InvariantShapes, batch_invariant_linear
 from rollout.model.linear import serves, skinny_linear
 
-# Linear layers that models apply to the same input, by the names they have in transformers.
+# Names of linear layers in transformers that read the same input.
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _Adapter(NamedTuple):
-    """One layer's LoRA adapter: `up(down(input)) * scaling` is added to the layer's output."""
+    """A LoRA adapter: it adds `up(down(input)) * scaling` to the layer's output."""
 
     down: nn.Parameter
     up: nn.Parameter
@@ -28,15 +28,17 @@ class _Adapter(NamedTuple):
 
 
 class ProjectionGroup:
-    """Layers of one input; one product computes them where their weights lie together.
+    """Layers that read one input; one product computes them if their weights are adjacent.
 
-    The first layer that is called computes for all, the last one lets the results go. Shapes are
-    those of exact mode, as in `replace_modules`.
+    The first layer that is called computes all outputs. The last layer frees them.
+
+    Args:
+        layers: Linear layers, or LoRA adapters around them.
+        shapes: Exact mode: weight shapes that need `batch_invariant_linear`. `None`: close mode.
 
     Attributes:
-        layers: Linear layers, or LoRA adapters over such, as they compute alone.
-        joined: Whether one product computes them.
-        weight: All of their weights, one below the other; `None` where they lie apart.
+        joined: Whether one product computes the layers.
+        weight: One view of all weights, `(sum of outputs, inputs)`; `None` unless joined.
     """
 
     def __init__(self, layers: Sequence[nn.Module], shapes: InvariantShapes | None) -> None:
@@ -50,12 +52,12 @@ class ProjectionGroup:
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The layers whose weights are read, under adapters or not."""
+        """The linear layers, without adapters around them."""
         return [_linear(layer) for layer in self.layers]
 
     def bind(self) -> bool:
-        """Take over the layers' present weights; whether one product computes them."""
-        self.joined, self.weight = False, None  # an interrupt leaves layers that compute alone
+        """Take the layers' current weights; return whether one product computes them."""
+        self.joined, self.weight = False, None  # after an interrupt here, each layer runs alone
         if _are_alike(self.linears) and _lie_together(self.linears):
             self._bind_weights()
             self._bind_adapters()
@@ -66,7 +68,7 @@ class ProjectionGroup:
         linears = self.linears
         first = linears[0].weight.detach()
         shape = (sum(layer.out_features for layer in linears), *first.shape[1:])
-        # ALIAS: one view of what the optimizer writes
+        # ALIAS: a view of the weights that the optimizer writes
         self.weight = nn.Parameter(first.as_strided(shape, first.stride()), requires_grad=False)
         self._biases: list[Tensor] = [x.bias for x in linears if x.bias is not None]
         self._sizes = [layer.out_features for layer in linears]
@@ -83,7 +85,7 @@ class ProjectionGroup:
             torch.cat(downs, out=self._down)
 
     def output(self, index: int, states: Tensor) -> Tensor:
-        """What one layer makes of `states`."""
+        """Output of one layer for `states`."""
         if not self.joined:
             output: Tensor = self.layers[index].forward(states)
             return output
@@ -102,7 +104,7 @@ class ProjectionGroup:
             return list(outputs)
         lows = self._multiply(states.to(self._down.dtype), self._down).split(self._ranks, dim=-1)
         low = iter(lows)
-        # Operation by operation what PEFT does, so that it rounds alike.
+        # The operations of PEFT in PEFT's order, so that both round alike.
         return [
             output
             if adapter is None
@@ -121,30 +123,30 @@ class ProjectionGroup:
 
 
 class _Grouped:
-    """A layer that takes its part of what its group computes."""
+    """A layer whose output its group computes."""
 
     group: ProjectionGroup
     index: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the layer itself would return."""
+        """Return this layer's output."""
         return self.group.output(self.index, input)
 
 
 class GroupedLinear(_Grouped, nn.Linear):
-    """A linear layer of a group."""
+    """A linear layer in a group."""
 
 
 class GroupedAdapter(_Grouped, nn.Module):
-    """A LoRA adapter of a group, with the linear layer under it."""
+    """A linear layer with a LoRA adapter, in a group."""
 
 
 @torch.no_grad()
 def lay_together(groups: Iterable[Sequence[nn.Module]]) -> int:
-    """Move the weights of each group into one buffer; parameters, values and names stay.
+    """Move the weights of each group into one buffer; return how many groups moved.
 
-    To be called before an optimizer or a wrapper has looked at where parameters lie. Groups of
-    unequal dtypes or devices stay; how many were moved is returned.
+    Parameters, values and names stay. Call it before an optimizer or a wrapper records addresses.
+    Weights of one group that differ in dtype or device do not move.
     """
     linears = [[_linear(layer) for layer in layers] for layers in groups]
     moved = [each for each in linears if _are_alike(each) and not _lie_together(each)]
@@ -158,7 +160,7 @@ def lay_together(groups: Iterable[Sequence[nn.Module]]) -> int:
 
 
 def groups_of(base: nn.Module) -> Iterator[list[Any]]:
-    """Layers that a model, the trainer's or a clone, applies to one input."""
+    """Lists of layers that read the same input and that one product may compute."""
     for module in base.modules():
         for names in _GROUPS:
             layers = [getattr(module, name, None) for name in names]
@@ -167,9 +169,9 @@ def groups_of(base: nn.Module) -> Iterator[list[Any]]:
 
 
 def _may_join(layer: Any) -> bool:
-    """Whether it is a plain linear layer, or one under a plain LoRA adapter of PEFT's.
+    """Whether it is a plain linear layer, alone or under a plain LoRA adapter.
 
-    By exact type: subclasses, quantised layers for one, compute something else.
+    Subclasses, such as quantised layers, compute something else, so the type must match exactly.
     """
     if type(layer) is nn.Linear:
         return True
@@ -183,7 +185,7 @@ def _may_join(layer: Any) -> bool:
 
 
 def _active(layer: Any) -> list[str]:
-    """Names of the adapters that a LoRA layer adds to its output."""
+    """Names of the adapters that the layer adds to its output."""
     if layer.disable_adapters or layer.merged_adapters:
         return []
     active = layer.active_adapter
@@ -200,12 +202,11 @@ def _adapter(layer: Any) -> _Adapter | None:
 
 
 def _linear(layer: Any) -> nn.Linear:
-    """The layer whose weight is read, under an adapter or not."""
     return layer if isinstance(layer, nn.Linear) else layer.base_layer
 
 
 def _lie_together(layers: Sequence[nn.Linear]) -> bool:
-    """Whether each weight begins where the one before ends, in one piece of memory."""
+    """Whether the weights are adjacent, in order, in one storage."""
     weights = [layer.weight for layer in layers]
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
     ends = [weight.data_ptr() + weight.nbytes for weight in weights[:-1]]
@@ -214,9 +215,6 @@ def _lie_together(layers: Sequence[nn.Linear]) -> bool:
 
 
 def _are_alike(layers: Sequence[nn.Linear]) -> bool:
-    """Whether they have one dtype, device and number of inputs, and all a bias or none."""
-    kinds = {
-        (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None)
-        for layer in layers
-    }
+    """Whether input size, dtype, device and presence of a bias are equal."""
+    kinds = {(x.in_features, x.weight.dtype, x.weight.device, x.bias is None) for x in layers}
     return len(kinds) == 1

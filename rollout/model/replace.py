@@ -1,7 +1,7 @@
-"""Modules of ours that take the place of others in the twin's tree: here alone.
+"""Replaces modules in the twin's tree; no other file does.
 
-A module of ours shares parameters, buffers and children with the one that it replaces, under the
-same names. So the twin still finds them by the trainer's names.
+A replacement shares parameters, buffers and children with its original, under the same names, so
+the trainer's names stay valid in the twin.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,14 @@ Replacements = dict[nn.Module, nn.Module]
 
 @dataclass(frozen=True)
 class Replaced:
-    """Modules of ours that depend on the weights of each policy version."""
+    """Replacements that depend on the weights of a policy version."""
 
     groups: list[ProjectionGroup]
     linears: list[SkinnyLinear]
 
     @torch.no_grad()
     def refresh(self) -> int:
-        """Take over the present weights; return how many groups are one product."""
+        """Take the current weights; return how many groups one product computes."""
         for layer in self.linears:
             layer.choose_kernel()
         return sum(group.bind() for group in self.groups)
@@ -44,12 +44,15 @@ def replace_modules(
 ) -> Replaced:
     """Replace modules of a clone by ours, which are faster or round as the mode demands.
 
-    In exact mode linear layers of `shapes` are batch-invariant, and where layers are going to be
-    compiled no compiler looks into their norms and activations. In close mode, where `shapes` is
-    `None`, those of few rows run on a kernel of ours.
+    Refresh the result before the first forward and after each change of weights.
 
-    Returns:
-        What to refresh before the twin first runs, and after each change of weights.
+    Args:
+        base: The twin's tree, still made of the trainer's classes.
+        shapes: Exact mode: weight shapes that need `batch_invariant_linear`. `None`: close mode,
+            where skinny GEMM computes few rows.
+        float32_head: The head computes in float32.
+        compiled: `compile_layers` will follow. In exact mode torch.compile must not look into
+            norms and activations.
     """
     linears = _skinny_linears(base) if shapes is None else _invariant_linears(base, shapes)
     if float32_head:
@@ -60,13 +63,17 @@ def replace_modules(
         group = ProjectionGroup([linears.get(layer, layer) for layer in layers], shapes)
         groups.append(group)
         grouped |= zip(layers, _members(group), strict=True)
-    opaque = _opaque_modules(base) if compiled and shapes is not None else {}
+    opaque: Replacements = {}
+    if compiled and shapes is not None:
+        from rollout.exact.compile import opaque_modules  # the compiler takes a second to import
+
+        opaque = opaque_modules(compiled_layers(base, exact=True))
     replace(base, linears | grouped | opaque)
     return Replaced(groups, [each for each in linears.values() if isinstance(each, SkinnyLinear)])
 
 
 def replace(base: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Set modules in the places of others, wherever those are in a tree of ours."""
+    """Put each replacement in all places where its original is in the tree."""
     for parent in list(base.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in replacements:
@@ -74,9 +81,9 @@ def replace(base: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> Non
 
 
 def _in_place_of(module: nn.Module, kind: type[Module]) -> Module:
-    """A module of `kind` that has everything that `module` has, but another forward."""
+    """A module of class `kind` with all attributes of `module`: only its methods differ."""
     made = kind.__new__(kind)
-    # ALIAS: one dict of parameters, of buffers and of children for both
+    # ALIAS: both modules share the dicts of parameters, buffers and children
     vars(made).update(vars(module))
     return made
 
@@ -103,21 +110,15 @@ def _invariant_linears(base: nn.Module, shapes: InvariantShapes) -> Replacements
     return replacements
 
 
-def _opaque_modules(base: nn.Module) -> Replacements:
-    from rollout.exact.compile import opaque_modules  # the compiler takes a second to import
-
-    return opaque_modules(compiled_layers(base, exact=True))
-
-
 def _float32_head(base: nn.Module) -> Replacements:
-    """The head in float32, and an embedding that shares its weights and must not be."""
+    """A float32 head. An embedding that shares its weights still returns the model's dtype."""
     model: Any = base
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     replacements: Replacements = {head: _in_place_of(head, Float32Head)}
     if embedding.weight.data_ptr() == head.weight.data_ptr():
         replacements[embedding] = made = _in_place_of(embedding, CastEmbedding)
         made.embed = embedding.forward
-        # Every other weight still has the dtype that the shared one had.
+        # The shared weight is float32 by now; all others keep the model's dtype.
         others = (p for p in base.parameters() if p.data_ptr() != head.weight.data_ptr())
         made.states_dtype = next(others).dtype
     return replacements

@@ -1,7 +1,7 @@
-"""A second module tree over the trainer's storage: shadow weights, policy version.
+"""The twin: a second module tree over the trainer's storage.
 
-The engine never runs the trainer's modules. It copies their tree and shares their tensors, so
-that modes, hooks, attention flags, patched forwards and checkpointing of the two never meet.
+The engine never runs the trainer's modules. It copies their tree and shares their tensors. So
+train/eval mode, hooks, attention flags, patched forwards and checkpointing of the two never meet.
 """
 
 import logging
@@ -38,22 +38,20 @@ class Twin:
     """The model that the engine runs.
 
     Args:
-        model: The trainer's model, perhaps with PEFT adapters, that `support` has found fit; never
-            run, never changed.
-        autocast_dtype: The dtype of the autocast that the trainer's forward runs under, or
-            `None`. The twin runs under the same, so that it rounds alike.
-        compiled: Compile decoder layers, on first use.
-        exact: Such that they round as they are, to the last bit.
-        arena: Memory of weights that are held a second time. `None`: a plain tensor.
+        model: The trainer's model, perhaps with PEFT adapters. `check_model` must have accepted it.
+            The twin never runs or changes it.
+        autocast_dtype: Dtype of the trainer's autocast, if any. The twin uses the same, so that
+            both round alike.
+        compiled: Compile decoder layers, in their first forward.
+        exact: Exact mode: compiled layers have the same bits as eager ones.
+        arena: Memory for shadow weights. `None`: a plain tensor.
         float32_head: The head computes in float32, outside autocast.
-        param_dtype: Dtype that FSDP or DeepSpeed casts parameters to for the trainer's forward, if
-            any.
+        param_dtype: Dtype of parameters in the trainer's forward, if FSDP or DeepSpeed casts them.
 
     Attributes:
-        compiled: Whether decoder layers are.
-        num_builds: How often the tree was copied: once, and after each change of adapters.
-        num_fused: Groups of layers that one product computes; see `ProjectionGroup`.
-        casts: Bytes and time of weights that were cast or gathered.
+        num_builds: How often the tree was copied: once, and again when the trainer's tree changed.
+        num_fused: Number of `ProjectionGroup`s that one product computes.
+        casts: Bytes and time of casting and gathering weights.
     """
 
     def __init__(
@@ -89,24 +87,24 @@ class Twin:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors live."""
+        """Device of the trainer's parameters."""
         return next(base_of(self._live).parameters()).device
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the trainer's model can take, whose embeddings may have been resized."""
+        """Number of token ids. It changes if the trainer resizes the embeddings."""
         config: Any = base_of(self._live).config
         return int(config.vocab_size)
 
     @property
     def max_positions(self) -> int:
-        """Tokens of the longest sequence that the model was made for."""
+        """Length of the longest sequence that the model supports, in tokens."""
         config: Any = self._base.config
         return int(config.max_position_embeddings)
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where its tensors lie: what a captured graph relies on."""
+        """Addresses of all parameters and buffers. Captured CUDA graphs rely on them."""
         tensors = (*self._base.parameters(), *self._base.buffers())
         return tuple(tensor.data_ptr() for tensor in tensors)
 
@@ -117,12 +115,12 @@ class Twin:
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of weights held a second time."""
+        """Bytes of the shadow weights: cast and gathered copies."""
         return self._shadow.num_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that one token has in a decoder layer: inputs and outputs of its products."""
+        """Bytes of one token in a decoder layer: inputs and outputs of all its linear layers."""
         layer = next(decoder_layers(self._base), self._base)
         linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
         numbers = sum(linear.in_features + linear.out_features for linear in linears)
@@ -130,20 +128,20 @@ class Twin:
 
     @property
     def num_gathered(self) -> int:
-        """How often a parameter was gathered from all ranks."""
+        """Number of gathers of a parameter from all ranks, so far."""
         return self._shadow.num_gathered
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of held weights that were given back: before it can run, `refresh` takes them."""
+        """Bytes of shadow weights that were released. `refresh` allocates them again."""
         return self._shadow.missing_bytes
 
     def release(self) -> None:
-        """Give back the memory of weights that are held a second time, until `refresh`."""
+        """Release the memory of shadow weights until `refresh`."""
         self._shadow.arena.release()
 
     def kv_layout(self, page_tokens: int) -> KVLayout:
-        """Shape and dtype of a KV page of this model."""
+        """Shape and dtype of a KV page."""
         config: Any = self._base.config
         heads = config.num_attention_heads
         weights = (p.dtype for p in self._base.parameters() if p.dtype.is_floating_point)
@@ -156,65 +154,60 @@ class Twin:
         )
 
     def refresh(self) -> None:
-        """Take over the trainer's present weights, adapters included: a new policy version.
+        """Take the trainer's current weights and adapters: a new policy version.
 
-        Where they are sharded this is a collective: every rank is to call it.
+        If weights are sharded, this is a collective: every rank must call it.
 
         Raises:
-            UnsupportedModel: The parameters have been moved apart meanwhile.
+            UnsupportedModel: The parameters are no longer on one device.
         """
         check_placed(self._live)
-        self._follow_tree()
+        self._rebuild_if_changed()
         bind(self._base, base_of(self._live))
         self._fill_shadow()
         self.num_fused = self._replaced.refresh()
 
     @torch.no_grad()
     def join_gathers(self, num_done: int) -> None:
-        """Take part in what other ranks gather in their `refresh`, and keep nothing of it.
+        """Join the gathers in other ranks' `refresh`, and drop the results.
 
-        Args:
-            num_done: Parameters that this rank has gathered with the others before it failed.
+        This rank joined `num_done` of these gathers before it failed.
         """
-        self._follow_tree()
-        # Tied ones are gathered once there, too.
+        self._rebuild_if_changed()
+        # `refresh` gathers tied parameters once, too.
         parts = {(id(e.source), e.dtype): e for e in self._find_shadowed() if is_part(e.source)}
         for each in list(parts.values())[num_done:]:
             with whole(each.source, each.dtype):
                 pass
 
     def use_invariant_shapes(self, shapes: InvariantShapes) -> None:
-        """From now on compute layers of these shapes, of exact mode, by our own product."""
+        """Compute layers of these shapes by `batch_invariant_linear` from now on."""
         self._shapes = shapes
         if shapes:
             self._rebuild()
             self.refresh()
 
     def stop_compiling(self, reason: Exception) -> None:
-        """Run the layers as they are from now on, and say so."""
-        text = "decoder layers cannot be compiled and run as they are, more slowly: %s"
+        """Run decoder layers eagerly from now on, and log a warning."""
+        text = "decoder layers cannot be compiled and run eagerly: correct, but slower. Reason: %s"
         logger.warning(text, str(reason).strip().partition("\n")[0])
         self.compiled = False
-        if self._exact:  # whose layers had more changed
+        if self._exact:  # norms and activations were replaced as well
             self._rebuild()
             self.refresh()
         else:
-            # Not by gathering weights anew: other ranks may have compiled their layers.
+            # No `refresh`: it may gather weights, and other ranks may not take part.
             run_uncompiled(self._base)
 
     def logits(
         self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged: PagedAttention
     ) -> Tensor:
-        """Run packed tokens; logits of those that `rows` picks by index.
+        """Run packed tokens; return the logits of some of them, `(rows, vocab)`.
 
         Args:
-            tokens_T: Token ids, int64, `(T,)`.
-            positions_T: Position of each in its row, int64, `(T,)`.
-            rows: Indices of the tokens that need logits, int64, `(rows,)`.
-            paged: KV pages and page tables.
-
-        Returns:
-            `(rows, vocab)`.
+            tokens_T: Token ids, int64.
+            positions_T: Position of each token in its row, int64.
+            rows: Packed indices of the tokens that need logits, int64.
         """
         with self.autocast(), paged.active():
             output = self._base(
@@ -226,21 +219,19 @@ class Twin:
         return output.logits[0]
 
     def autocast(self) -> torch.autocast:
-        """The trainer's autocast setting."""
+        """The trainer's autocast, as a context manager."""
         dtype = self._autocast_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
-    def _follow_tree(self) -> None:
-        """Copy the trainer's tree anew where it is no longer what was copied."""
+    def _rebuild_if_changed(self) -> None:
         reshard(self._live)
         if fingerprint(base_of(self._live)) != self._fingerprint:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Copy the trainer's tree anew."""
         live = base_of(self._live)
         self.num_builds += 1
-        self._fingerprint: tuple[Any, ...] = ()  # an interrupt leaves a tree to be copied anew
+        self._fingerprint: tuple[Any, ...] = ()  # after an interrupt, copy again
         self._shadow.clear()
         self._base = base = clone(live)
         _configure(base, on_gpu=self.device.type == "cuda")
@@ -253,10 +244,7 @@ class Twin:
 
     @torch.no_grad()
     def _fill_shadow(self) -> None:
-        """Hold weights whole that are sharded, and in autocast's dtype what autocast would cast.
-
-        Everything else stays aliased, which gives exactly the trainer's numbers.
-        """
+        """Copy weights that are sharded or that autocast would cast; all others stay aliased."""
         if weights := list(self._find_shadowed()):
             self._shadow.place(weights, self._replaced.groups)
             with self.casts.running(self.shadow_bytes):
@@ -271,36 +259,33 @@ class Twin:
         if self._announced == (sharded := is_sharded(self._live)):
             return
         if self._param_dtype is not None and not sharded:
-            return  # the trainer is going to shard them before the first rollout
+            return  # the trainer will shard them before the first rollout
         self._announced = sharded
         size = self.shadow_bytes / 2**30
         if sharded:
             logger.info(
-                "The trainer's weights are sharded: each rank holds them whole during a rollout "
-                "(%.3f GiB), gathered once for each policy version",
+                "The trainer's weights are sharded. During a rollout each rank holds a whole copy "
+                "(%.3f GiB), which is gathered once for each policy version",
                 size,
             )
             return
         dtype = str(self._autocast_dtype).removeprefix("torch.")
-        logger.warning(
-            "The trainer computes in %s from weights of another dtype: rollouts use a second, "
-            "cast copy of %d linear layers' weights (%.3f GiB). Where adapters alone are trained, "
-            'avoid it by loading the model in that dtype: GRPOConfig(model_init_kwargs={"dtype": '
-            '"%s"}). To train all of a model keep it: small steps are lost in 16-bit weights',
-            dtype,
-            self._shadow.num_weights,
-            size,
-            dtype,
+        text = (
+            "The trainer computes in %s, but its weights have another dtype. During a rollout "
+            "%d linear layers have a second, cast copy of their weights (%.3f GiB). Keep it to "
+            "train the whole model: 16-bit weights lose small updates. If you train only adapters, "
+            'avoid it: load the model with GRPOConfig(model_init_kwargs={"dtype": "%s"})'
         )
+        logger.warning(text, dtype, self._shadow.num_weights, size, dtype)
 
 
 def _configure(base: nn.Module, *, on_gpu: bool) -> None:
-    """Attend over pages; give logits in a named output, and record nothing on the way."""
+    """Let the tree attend over pages, and return logits without recording other outputs."""
     config: Any = base.config
     for each in configs_of(base):
         each._attn_implementation = PAGED_ATTENTION
         if on_gpu and config.dtype == torch.bfloat16:
-            # The one way through a Mixture of Experts that waits for nothing on the host.
+            # The only Mixture of Experts code without a wait on the host.
             each._experts_implementation = "grouped_mm"
     config.return_dict = True
     config.output_hidden_states = config.output_attentions = False

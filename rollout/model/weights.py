@@ -1,4 +1,4 @@
-"""Weights that the engine holds a second time: cast ones, and sharded ones, gathered whole."""
+"""Shadow weights: the twin's own copies of weights that are cast, or sharded over ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from rollout.memory.arena import Arena
 from rollout.model.linear import Float32Head
 from rollout.model.projections import ProjectionGroup, lay_together
 
-_ALIGN = 512  # bytes; where torch would let a tensor begin
+_ALIGN = 512  # bytes; torch aligns its own tensors alike
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,9 @@ class ShadowWeight:
     """A parameter of the twin that does not share the trainer's storage.
 
     Attributes:
-        name: Of its module.
-        module: The twin's.
-        key: Its name in the module.
+        name: Name of the module in the tree.
+        key: Name of the parameter in the module.
         source: The trainer's parameter.
-        dtype: What the twin has it in.
     """
 
     name: str
@@ -38,19 +36,12 @@ class ShadowWeight:
 
     @property
     def path(self) -> tuple[str, str]:
-        """Its place in the tree."""
+        """Names of module and parameter."""
         return self.name, self.key
 
 
 class Shadow:
-    """Places in an arena for the parameters that the twin holds itself.
-
-    Args:
-        arena: Memory for them, which may be given back and taken again.
-
-    Attributes:
-        num_gathered: How often a parameter was gathered from all ranks.
-    """
+    """The shadow weights in their arena, whose memory can be released and grown again."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -58,29 +49,29 @@ class Shadow:
         self.clear()
 
     def clear(self) -> None:
-        """Hold nothing: another tree is to come."""
+        """Forget all weights, before another tree is placed."""
         self._parameters: dict[tuple[str, str], nn.Parameter] = {}
         self._end = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is held."""
+        """Bytes of all weights; tied ones count once."""
         return sum(parameter.nbytes for parameter in set(self._parameters.values()))
 
     @property
     def num_weights(self) -> int:
-        """Parameters that are held."""
+        """Number of weights; tied ones count each."""
         return len(self._parameters)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that were given back, and that `fill` takes again."""
+        """Bytes that were released. `fill` allocates them again."""
         return max(0, self._end - self.arena.num_bytes)
 
     def fill(self, weights: Sequence[ShadowWeight]) -> None:
-        """Give the twin's modules the weights that have been placed, as the trainer's are now.
+        """Copy the trainer's current values, and set the parameters in the twin's modules.
 
-        Where a source is sharded this is a collective of all ranks that share it.
+        Call `place` first. If a source is sharded, this is a collective of all its ranks.
         """
         self.arena.grow(self._end)
         filled = set()
@@ -93,9 +84,9 @@ class Shadow:
                 filled.add(parameter)
 
     def place(self, weights: Sequence[ShadowWeight], groups: Iterable[ProjectionGroup]) -> None:
-        """Give each parameter its place, once; those of a group lie together, tied ones are one.
+        """Give each weight a place in the arena, once until `clear`.
 
-        Until `clear` the weights have to be the same each time.
+        Weights of one group become adjacent. Tied weights share one place.
         """
         if self._parameters:
             return
@@ -112,11 +103,11 @@ class Shadow:
         begins = self._begins(blanks.values())
         self.arena.grow(self._end)
         made = {blank: self._view(blank, begins) for blank in placed}
-        # All or none, should an interrupt come.
+        # One assignment, so that an interrupt leaves all or none.
         self._parameters = {path: made[blank] for path, blank in blanks.items()}
 
     def _begins(self, blanks: Iterable[Tensor]) -> dict[int, int]:
-        """Where each storage begins in the arena."""
+        """Offset of each storage in the arena, in bytes."""
         self._end, begins = 0, dict[int, int]()
         for storage in (blank.untyped_storage() for blank in blanks):
             if storage._cdata not in begins:
@@ -136,13 +127,9 @@ def find_shadowed(
     autocast_dtype: torch.dtype | None,
     param_dtype: torch.dtype | None,
 ) -> Iterator[ShadowWeight]:
-    """Find weights that are sharded, and those that autocast would cast.
+    """Find weights that are sharded, and weights that autocast would cast.
 
-    Args:
-        live: The trainer's model, without an adapter's wrapper.
-        base: The twin's tree, of the same names.
-        autocast_dtype: Of the autocast that the trainer's forward runs under, if any.
-        param_dtype: What FSDP or DeepSpeed casts parameters to, if anything.
+    `live` is the trainer's model without a PEFT wrapper, `base` is the twin's tree.
 
     Raises:
         UnsupportedModel: A layer is both sharded and quantised.
@@ -156,8 +143,8 @@ def find_shadowed(
             dtype, sharded = source.dtype, is_part(source)
             if sharded and _is_4_bit(module):
                 raise UnsupportedModel(
-                    f"{name} is a 4-bit layer whose weight lies in parts on several ranks, and "
-                    "parts of one were not tried; use DDP, or load the model in bfloat16"
+                    f"{name} is a 4-bit layer with a sharded weight, which the engine does not "
+                    "support; use DDP, or load the model in bfloat16"
                 )
             if sharded and dtype.is_floating_point:
                 dtype = param_dtype or dtype
@@ -168,18 +155,17 @@ def find_shadowed(
 
 
 def _cast_layers(base: nn.Module) -> Iterator[str]:
-    """Layers whose weights autocast would cast: those of `nn.Linear`."""
-    # DoRA reads the weights themselves, before autocast could cast them.
+    """Names of linear layers whose weights autocast would cast."""
+    # DoRA reads the weights itself, before autocast can cast them.
     dora = tuple(f"{name}." for name, module in base.named_modules() if _uses_dora(module))
     for name, module in base.named_modules():
         is_linear = isinstance(module, nn.Linear) and not isinstance(module, Float32Head)
-        # Bytes of 4-bit weights may be stored as if they were numbers of any dtype.
+        # Packed 4-bit weights are bytes, whatever dtype their storage has.
         if is_linear and not _is_4_bit(module) and not name.startswith(dora):
             yield name
 
 
 def _is_4_bit(module: nn.Module) -> bool:
-    """Whether bitsandbytes has packed its weight."""
     return getattr(module, "quant_state", None) is not None
 
 
@@ -189,43 +175,38 @@ def _uses_dora(module: nn.Module) -> bool:
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether this rank has a part of a parameter."""
+    """Whether this rank holds only a shard of the parameter."""
     return isinstance(parameter, DTensor) or _by_zero(parameter)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters lie in parts on several ranks."""
+    """Whether any parameter is sharded over ranks."""
     return any(is_part(parameter) for parameter in model.parameters())
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """The shape of the whole; a parameter of ZeRO-3 is empty itself."""
+    """Shape of the whole parameter. ZeRO-3 leaves an empty tensor in its place."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def local_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes that parameters take on this rank."""
+    """Bytes of parameters on this rank."""
     return sum(_local(parameter).nbytes for parameter in parameters)
 
 
 @contextmanager
 def whole(parameter: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A parameter with the parts of all ranks; where it has parts, a collective of those ranks.
+    """Yield the whole parameter. If it is sharded, this is a collective of its ranks.
 
-    Args:
-        parameter: Whole, or sharded.
-        dtype: What FSDP's parts are cast to before they travel.
-
-    Yields:
-        Its numbers, `shape_of(parameter)`, in the dtype that they have or travel in.
+    FSDP's shards are cast to `dtype` before they travel; other parameters keep their dtype.
     """
     if isinstance(parameter, DTensor):
         cast = parameter.detach().to(dtype)
         assert isinstance(cast, DTensor)
         yield cast.full_tensor()
     elif _by_zero(parameter):
-        import deepspeed  # which is there, as it has made the parameter
+        import deepspeed  # installed: it made the parameter
 
         with deepspeed.zero.GatheredParameters([parameter]):
             yield parameter
@@ -234,7 +215,7 @@ def whole(parameter: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP drop whole parameters that a forward without backward has left behind."""
+    """Let FSDP drop whole parameters that a forward without a backward left behind."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
