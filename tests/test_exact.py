@@ -1,4 +1,4 @@
-"""Exact mode under a stock trainer: what it changes, what it promises, what it takes back."""
+"""Exact mode under a stock trainer: its changes, its promises, and how it is undone."""
 
 import copy
 import functools
@@ -65,7 +65,7 @@ def test_detach_leaves_the_trainer_as_it_was(tmp_path):
     assert trainer.model.config._attn_implementation == "sdpa"
     assert len(trainer.model.model._forward_pre_hooks) == hooks
     assert dict(vars(trainer)) == before
-    trainer.train()  # by its own generation
+    trainer.train()  # with TRL's own generation
     trl_trainer.attach(trl_trainer.build(tmp_path, model=trainer.model), EXACT)
 
 
@@ -98,7 +98,7 @@ def test_positions_count_from_a_rows_first_real_token():
         found = model(ids, attention_mask=mask).logits[:, 3:]
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         own = model(ids, attention_mask=mask, position_ids=torch.arange(7)[None] + 5).logits[:, 3:]
-        assert not torch.equal(own, found)  # given positions are kept
+        assert not torch.equal(own, found)  # explicit positions are kept
     undo()
 
 
@@ -159,7 +159,7 @@ def test_noise_on_embeddings_is_refused(tmp_path):
 
 
 def test_embeddings_that_are_resized_later_are_refused():
-    """The product of the new head was not looked at, on neither side."""
+    """The check of the head's product does not cover the new head."""
     model = tiny.build()
     with RolloutEngine(model, EXACT) as engine:
         model.resize_token_embeddings(80, mean_resizing=False)
@@ -201,7 +201,7 @@ def test_differences_are_found_where_they_begin():
         "lm_head",
     ]
     assert [name for name in names if name in wanted] == wanted
-    # On a CPU products of other sizes round otherwise, and nothing else differs.
+    # On a CPU only the rounding of products of other sizes differs.
     assert max(difference.largest for difference in found) < 1e-4
     assert found[0].rows == found[1].rows == 0
     assert model.training == mode
@@ -239,7 +239,7 @@ def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autoca
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_of_equal_states_are_those_of_trls_fused_head(temperature):
-    """Qwen3-8B's head: 2,048 tokens in chunks of the vocabulary there, 32 rows at once here."""
+    """Qwen3-8B's head: TRL takes 2,048 tokens per vocabulary chunk, the rollout 32 rows at once."""
     chunked = pytest.importorskip("trl.kernels.chunked_logprob")
     before = torch.backends.cuda.preferred_blas_library("cublaslt")
     generator = torch.Generator("cuda").manual_seed(0)
