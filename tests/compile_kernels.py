@@ -1,9 +1,8 @@
-"""Compiles the Triton kernels for Hopper on a machine that has no GPU.
+"""Compile the Triton kernels for Hopper on a machine without a GPU.
 
-A process of its own: Triton's interpreter, which tests use there, is chosen when it is imported.
-Prints a line a launch: the kernel's name, the bytes of shared memory that a program of it takes,
-and the hash of what was compiled. With the argument `decode` it launches what decode steps of
-different sizes do, otherwise every kernel.
+A separate process, because Triton chooses its interpreter when it is imported. Prints one line per
+launch: the kernel's name, bytes of shared memory per program and hash of the compiled code. The
+argument `decode` compiles decode steps of several sizes; without it, every kernel is compiled.
 """
 
 import os
@@ -29,7 +28,7 @@ BF16, VOCAB = torch.bfloat16, 151_936
 
 
 class Hopper:
-    """As much of a driver as a compiler asks."""
+    """The part of a driver that the compiler calls."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -45,7 +44,7 @@ class Hopper:
 
 
 def compile_alone():
-    """From now on launching a kernel compiles it, to machine code, and that is all."""
+    """Make each kernel launch compile to machine code and run nothing."""
     triton.runtime.driver.set_active(Hopper())
     torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda: (9, 0)
     run = JITFunction.run
@@ -59,7 +58,6 @@ def compile_alone():
 
 
 def attend(dtype, heads, kv_heads, dim, page_tokens, **options):
-    """Kernels that read and write KV pages."""
     query = torch.zeros(4, heads, dim, dtype=dtype)
     new = tuple(torch.zeros(4, kv_heads, dim, dtype=dtype) for _ in range(2))
     cache = tuple(torch.zeros(3, page_tokens, kv_heads, dim, dtype=dtype) for _ in range(2))
@@ -80,7 +78,7 @@ def every_kernel():
     for each in (logits, logits.bfloat16()):
         sample(each, ones, ids, ids, 2)
     top_k_top_p(logits, ids, ones, ones)
-    for rows, outputs, inner, dtype in (  # in one split and in several
+    for rows, outputs, inner, dtype in (  # with one split and with several
         (32, 24576, 4096, BF16),
         (9, 4096, 12288, BF16),
         (20, 1024, 2048, torch.float16),
@@ -96,7 +94,7 @@ def every_kernel():
 
 
 def decode_step(rows):
-    """What a decode step of so many rows launches, at three bounds of the context."""
+    """The launches of one decode step, at three bounds of the context."""
     ids, weight = torch.zeros(rows, dtype=torch.int64), torch.zeros(128, 256, dtype=BF16)
     states = weight.new_zeros(rows, 256)
     skinny_linear(states, weight)

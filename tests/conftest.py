@@ -1,11 +1,11 @@
-"""What every test runs under: no network, one thread, and a GPU only where one is asked for."""
+"""What every test runs under: no network, one thread, and a GPU only if a marker asks for one."""
 
 import gc
 import os
 import sys
 from collections import Counter
 
-# Read by the libraries when they are imported, so before anything else is.
+# The libraries read these at import, so set them first.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -16,9 +16,9 @@ from hypothesis import settings
 
 from rollout.scheduler.waiting import Lengths
 
-torch.set_num_threads(1)  # tests run beside each other, one process a core
+torch.set_num_threads(1)  # pytest-xdist runs one process per core
 if not torch.cuda.is_available():
-    # Triton kernels then run in its interpreter, on the CPU. Read when a kernel is defined.
+    # Run Triton kernels in its CPU interpreter. Triton reads this when a kernel is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("default", deadline=None)
@@ -30,30 +30,29 @@ settings.load_profile(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, then those with many: none is left to one worker's end."""
+    """Start slow and large files first, so that no worker ends with one of them alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     count = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in slow, -count[item.path]))
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collection pass over all that was imported.
+    """Freeze the garbage collector's view of all imported modules.
 
-    Every `train()` collects garbage, and to look through the objects of torch, transformers and
-    TRL took a third of a short one.
+    Every `train()` collects garbage. Scanning torch, transformers and TRL took a third of a short
+    `train()`.
     """
     gc.collect()
     gc.freeze()
 
 
-NUM_GPUS = {"gpu": 1, "multigpu": 2}  # marker -> CUDA devices that the test needs
+NUM_GPUS = {"gpu": 1, "multigpu": 2}  # marker -> CUDA devices needed
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose GPUs are not there, or fail it where ROLLOUT_REQUIRE_GPU promised them.
+    """Skip a test that lacks GPUs; fail it if ROLLOUT_REQUIRE_GPU, a number of GPUs, covers it.
 
-    ROLLOUT_REQUIRE_GPU is the number of GPUs that have to be there: a GPU run must not be green
-    because it skipped everything.
+    Without ROLLOUT_REQUIRE_GPU, a GPU run that skips every test would pass.
     """
     needed = max((n for mark, n in NUM_GPUS.items() if item.get_closest_marker(mark)), default=0)
     if needed == 0:
@@ -70,10 +69,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def a_new_accelerate():
-    """Each file starts with accelerate as imported, whichever file the worker ran before.
+    """Reset accelerate before each file.
 
-    accelerate keeps the last trainer's precision and device for the process, and any
-    `Accelerator` that names none has those.
+    accelerate keeps the last trainer's precision and device for the rest of the process.
     """
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -81,5 +79,5 @@ def a_new_accelerate():
 
 @pytest.fixture
 def no_memory_of_lengths(monkeypatch):
-    """The same rows are admitted in the same order each time, so that equal is to the last bit."""
+    """Admit rows in the same order each time, so that results are bit-identical."""
     monkeypatch.setattr(Lengths, "note", lambda *_: None)

@@ -1,4 +1,4 @@
-"""A model whose rows cannot influence each other, a device that lags behind, an interrupt."""
+"""Stand-ins: a model that is exact in any batch, a device that lags behind, an interrupt."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ from rollout.scheduler.batch import Batch
 
 
 def interrupted_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but that the first call ends in an interrupt."""
+    """Wrap a function so that its first call raises KeyboardInterrupt at the end."""
     calls = count()
 
     def interrupted(*args: Any) -> Any:
@@ -54,7 +54,6 @@ def interrupt_at_line(number):
 
 
 def poison_new_pages(monkeypatch) -> None:
-    """Fill KV pages with NaN when they are allocated."""
     grow = KVCache.grow
 
     def poisoned(cache: KVCache, num_pages: int) -> None:
@@ -67,9 +66,9 @@ def poison_new_pages(monkeypatch) -> None:
 
 
 class HistoryModel:
-    """Logits are a hash of the row's own tokens, in whole numbers: the same bits in any batch.
+    """Logits are an integer hash of the row's own tokens, so they are bit-identical in any batch.
 
-    It keeps the tokens in the KV cache as keys, so a page or lane that is mixed up shows.
+    The KV cache stores the tokens as keys, so a mixed-up page or lane changes the logits.
     """
 
     def __init__(self, vocab: int) -> None:
@@ -90,17 +89,16 @@ class HistoryModel:
 
 
 def with_history_model(engine: RolloutEngine) -> RolloutEngine:
-    """`engine` with its model replaced."""
     model, lanes = HistoryModel(engine.worker.twin.vocab_size), engine.worker.graphs.forward.lanes
     engine.worker.graphs.forward = Forward(model, engine.worker.kv_cache, lanes)
     return engine
 
 
 def with_lagging_device(engine: RolloutEngine) -> RolloutEngine:
-    """`engine` on a device that runs a batch only when the host waits for it.
+    """Make `engine`'s device run a batch only when the host waits for it.
 
-    Uploads, kernels and downloads are queued, so anything that the host overwrites too early,
-    or reads before it has waited, gives other tokens.
+    Uploads, kernels and downloads are queued. If the host overwrites memory too early or reads it
+    before waiting, the tokens change.
     """
     queue: list[tuple[IOSlot, Callable[[], None]]] = []
 
@@ -135,7 +133,7 @@ ROOM: dict[str, Any] = {"max_rows": 8, "page_tokens": 4, "prefill_tokens": 9}
 
 
 def short_of_pages(model: nn.Module, page_bytes: int) -> Iterator[RolloutEngine]:
-    """Engines in which 8 rows of 30 tokens lose pages: to be computed again, or to the host."""
+    """Engines in which 8 rows of 30 tokens are preempted, by recompute or by offload."""
     for offload in (0, 100 * page_bytes):
         tight = EngineConfig(**ROOM, kv_bytes=22 * page_bytes, offload_bytes=offload)
         engine = with_history_model(RolloutEngine(model, tight))

@@ -1,6 +1,6 @@
-"""Scripts as a user starts them, but for imports: those are done once, and each is a fork then.
+"""Run scripts as a user starts them, each in a fork of one process that has imported everything.
 
-To import torch, transformers and TRL takes several times as long as a toy run of an example.
+Importing torch, transformers and TRL takes several times as long as a toy run of an example.
 """
 
 import json
@@ -14,16 +14,9 @@ from pathlib import Path
 
 
 def run_all(folder: Path, modules: list[str], commands: dict[str, list], environment: dict):
-    """Outcome of each of `commands`, run one after the other in folders of their names.
+    """Run `commands`, name -> (script, arguments), one after another, each in `folder`/name.
 
-    Args:
-        folder: Where those folders are made.
-        modules: What is imported before.
-        commands: Name -> script and its arguments.
-        environment: Variables of all processes.
-
-    Returns:
-        Name -> exit status and what was printed, as `subprocess.run` returns them.
+    `modules` are imported before the first fork. Returns name -> result, as `subprocess.run` does.
     """
     for name in commands:
         (folder / name).mkdir()
@@ -42,7 +35,6 @@ def run_all(folder: Path, modules: list[str], commands: dict[str, list], environ
 
 
 def _run(folder: Path, script: str, *arguments: str) -> int:
-    """Run a script in this process as if it were its first."""
     os.chdir(folder)
     for stream in (1, 2):
         os.dup2(os.open(f"{stream}.txt", os.O_WRONLY | os.O_CREAT), stream)

@@ -1,13 +1,13 @@
-"""examples/grpo.py with the same arguments, and a line of JSON from every rank on what it did.
+"""Run examples/grpo.py and print a line of JSON per rank. Measures the multi-GPU figures.
 
-No test: what examples/README.md says of several GPUs was measured by it. From the environment:
+Not a test. Takes the arguments of examples/grpo.py, and reads from the environment:
 
-PROMPTS=0:32   train on these different prompts
-MEDIAN=1500    lengths are drawn: half of the prompts have a median of more, in a log-normal
-               distribution (sigma 0.7), and the completions of one likewise about its own (0.4);
-               a rollout of the same number has the same ones on any number of GPUs
-SHORT_LOSS=64  score and train the first so many tokens of each completion; rollouts are whole
-FAIL_RANK=1    that rank's second rollout raises, before weights are gathered; with FAIL_LATE=1
+PROMPTS=0:32   train on these prompts, all different
+MEDIAN=1500    draw completion lengths: medians of prompts are log-normal around MEDIAN (sigma 0.7),
+               completions of a prompt around its median (sigma 0.4); a rollout has the same lengths
+               on any number of GPUs
+SHORT_LOSS=64  score and train only the first 64 tokens of each completion; rollouts are whole
+FAIL_RANK=1    this rank raises in its second rollout, before weights are gathered; with FAIL_LATE=1
                while rows decode
 CPU_FSDP=1     shard on a CPU
 """
@@ -39,7 +39,7 @@ THE = {}
 
 
 def prompts(seed, size=2048, build=run_length.build_dataset):
-    """Those of PROMPTS, all of them different; every row where it is not set."""
+    """The prompts of PROMPTS, or every row of the dataset."""
     rows = build(seed, size)
     if "PROMPTS" not in ENV:
         return rows
@@ -49,7 +49,7 @@ def prompts(seed, size=2048, build=run_length.build_dataset):
 
 
 def reward(completion_ids, **columns):
-    """Share of even ids: something to learn for weights that are random."""
+    """Share of even ids, which random weights can learn to raise."""
     return [mean(token % 2 == 0 for token in ids) for ids in completion_ids]
 
 
@@ -68,7 +68,7 @@ class Trainer(GRPOTrainer):
 
 
 class DrawnLengths:
-    """Rows of a scheduler end where it is drawn, in place of a random EOS."""
+    """Ends each row at its drawn length."""
 
     def __init__(self, scheduler):
         self._adds, self._settles = scheduler.add, scheduler.settle
@@ -89,7 +89,7 @@ class DrawnLengths:
 
 
 def lengths(prompts):
-    """Of the completions of a rollout: the same on one GPU and on whichever rank has the prompt."""
+    """Completion lengths of a rollout, independent of the number of ranks."""
     seen, drawn = Counter(), []
     for prompt in map(tuple, prompts):
         between = np.random.default_rng(prompt).normal(0, 0.7)
@@ -134,14 +134,13 @@ class Generator(grpo.RolloutGenerator):
 
 
 def peak(name, found):
-    """Note the most that torch has had since last asked."""
+    """Note the peak of torch's memory since the last call."""
     if ON_GPU:
         found[name] = round(torch.cuda.max_memory_allocated() / GIB, 2)
         torch.cuda.reset_peak_memory_stats()
 
 
 def line(rollout):
-    """What is told of a rollout."""
     s = rollout.pop("stats")
     net = s.duration_s - s.warmup_s
     told = {
@@ -170,7 +169,7 @@ def line(rollout):
 
 @torch.no_grad()
 def digest(model):
-    """Of all bits of the weights and where they stand; sharded ones are gathered."""
+    """Hash all bits of the weights; sharded weights are gathered first."""
     total = 0
     for index, parameter in enumerate(model.parameters()):
         with whole(parameter, parameter.dtype) as numbers:

@@ -1,8 +1,6 @@
-"""python tests/measure_ranks_model.py FOLDER: random weights in the shape of Qwen3-1.7B.
+"""Write random weights in the shape of Qwen3-1.7B: python tests/measure_ranks_model.py FOLDER
 
-SHAPE=tiny: small.
-
-Its tokenizer is that of examples/run_length.py with words that no text has.
+SHAPE=tiny writes a small model. The tokenizer is that of examples/run_length.py with made-up words.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""Where the time goes: python tests/measure_step.py qwen3-8b warm-up 64x600 prefill
+"""Time the kernels of a step: python tests/measure_step.py qwen3-8b warm-up 64x600 prefill
 
-`ROWSxCONTEXT` tells the kernels of a decode step, `prefill` those of 32 prompts of 4,096 tokens;
-`warm-up`, to be the first, what 256 rows of 16K tokens wait for before they are served.
-No test: what examples/README.md says of kernels was measured by it.
+Not a test. `ROWSxCONTEXT` times a decode step, `prefill` 32 prompts of 4,096 tokens. `warm-up` times
+what 256 rows of 16K tokens wait for before the first step, and must come first.
 """
 
 import sys
@@ -21,7 +20,7 @@ REPEATS = 5
 
 
 def table(events, repeats):
-    """Microseconds, launches and the mean of each kernel, those first that take most."""
+    """Microseconds, launches and mean of each kernel, slowest first."""
     spent, launches = Counter(), Counter()
     for event in events:
         spent[event["name"]] += event["dur"]
@@ -36,7 +35,7 @@ def table(events, repeats):
 
 
 def decode(model, rows, context, bandwidth):
-    """A decode step as one graph replayed over random keys and values."""
+    """Replay a decode step as one graph over random keys and values."""
     with opened(model, replace(CONFIG, max_rows=max(rows, 8), kv_fraction=0.8)) as engine:
         ms = step_ms(engine, rows, context)
         graphs = engine.worker.graphs
@@ -55,7 +54,7 @@ def decode(model, rows, context, bandwidth):
 
 
 def prefill(model):
-    """Prompts that nothing is known of, in one rollout of one token each."""
+    """One rollout of one token per prompt, without cached prefixes."""
     prompts = torch.randint(100, 1000, (32, 4097)).tolist()
     with opened(model, replace(CONFIG, max_rows=32, max_row_tokens=4200)) as engine:
 
@@ -68,7 +67,7 @@ def prefill(model):
 
 
 def warm_up(model):
-    """All graphs that long rows can need; the rows end at once, as every token is an EOS."""
+    """Capture all graphs that long rows can need. Every token is an EOS, so rows end at once."""
     every = tuple(range(model.config.vocab_size))
     ends = SamplingParams(max_new_tokens=16_384, eos_token_ids=every)
     config = replace(CONFIG, max_rows=256, kv_fraction=0.9)

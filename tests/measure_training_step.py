@@ -1,10 +1,10 @@
-"""Seconds of a whole GRPO step by each generator: the table in README.md.
+"""Time a whole GRPO step with each generator: the table in README.md. Not a test.
 
     PYTHONPATH=.:examples python tests/measure_ranks_model.py /tmp/made
     PYTHONPATH=.:examples python tests/measure_training_step.py /tmp/made --generator close
 
-Random weights hardly ever draw an EOS, so every completion has --new-tokens tokens. Prints one line
-of JSON. No test.
+Random weights almost never draw an EOS, so every completion has --new-tokens tokens. Prints one line
+of JSON.
 """
 
 import argparse
@@ -43,13 +43,11 @@ def options():
 
 
 def prompts(num_tokens, size=256):
-    """Random words of `measure_ranks_model`'s tokenizer."""
     ids = np.random.default_rng(0).integers(100, 1000, (size, num_tokens))
     return Dataset.from_list([{"prompt": "".join(f"<w{i}>" for i in row)} for row in ids])
 
 
 def reward(completion_ids, **columns):
-    """The share of even ids."""
     return [np.mean(np.array(ids) % 2 == 0) for ids in completion_ids]
 
 
@@ -76,7 +74,7 @@ def arguments(asked):
 
 
 class Steps(TrainerCallback):
-    """When each step's numbers were logged, which TRL does at its end."""
+    """Records when TRL logs each step, which is at the step's end."""
 
     def __init__(self):
         self.logged_s = []

@@ -1,4 +1,4 @@
-"""Trainings of adapters: rollouts are what the adapters, as they then are, make of the model."""
+"""Adapters in training: each rollout uses the adapters as they are at that moment."""
 
 from itertools import chain
 
@@ -13,7 +13,6 @@ LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "task_type": "CAUSAL_
 
 
 def adapted(trainer):
-    """Weights of the adapters, and of what is saved with them."""
     names = ("lora_", "modules_to_save")
     parameters = trainer.model.named_parameters()
     return {name: p.detach().clone() for name, p in parameters if any(n in name for n in names)}
@@ -44,7 +43,7 @@ def test_each_kind_of_adapter_trains_on_its_own_rollouts(tmp_path, changes):
 
 
 def test_the_reference_is_the_model_without_its_adapters(tmp_path):
-    """With the engine attached too, where the reference pass switches adapters off and on again."""
+    """The reference pass switches adapters off and on again between rollouts."""
     config = LoraConfig(**LORA)
     trainer = trl_family.build("GRPO", tmp_path, peft_config=config, beta=0.1, learning_rate=0.05)
     gaps = trl_family.watch_gaps(trainer, trl_trainer.attach(trainer))
@@ -75,7 +74,7 @@ def add(model):
     model.set_adapter("added")
 
 
-# In this order; a merge changes what is computed, but not what it gives.
+# Applied in this order. Merging and unmerging leave the result as it was.
 CHANGES = {
     "scaled": scale,
     "added": add,
@@ -109,7 +108,7 @@ def test_rollouts_follow_whatever_is_done_to_adapters_between_them(tmp_path):
 
 
 def test_a_teacher_that_is_an_adapter_of_the_same_model_does_not_generate(tmp_path):
-    """SDFT adds an adapter for its averaged teacher to the model that the engine serves."""
+    """SDFT adds its averaged teacher as an adapter to the model that the engine serves."""
     trainer = trl_family.build(
         "SDFT",
         tmp_path,

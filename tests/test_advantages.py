@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand, and against their definition."""
+"""Advantages against hand-computed numbers and against their definition."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def by_definition(rewards, values, mask, gamma, lam, bootstrap):
 
 @st.composite
 def batches(draw):
-    """Random rewards, values, masks (the first row's empty), a lambda a row, and bootstraps."""
+    """Random rewards, values, masks (the first row's is empty), one lambda per row, bootstraps."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 80))
 
@@ -100,7 +100,6 @@ def test_float32_is_close_to_float64():
 
 @pytest.mark.parametrize("lam", [1.0, 0.9])
 def test_the_past_has_no_part_in_an_advantage(lam):
-    """`A_t` reads rewards and values from t on alone."""
     rewards, values = torch.randn(2, 1, 9, dtype=DOUBLE)
     before, _ = gae(rewards, values, torch.ones(1, 9), 1.0, lam)
     rewards[0, :4], values[0, :4] = 5.0, -3.0
@@ -115,7 +114,7 @@ def test_what_is_masked_changes_nothing_wherever_it_stands(lam):
     wanted, _ = gae(rewards, values, torch.ones(2, 6), 1.0, lam)
     places = [0, 3, 4, 7, 8, 11]
     wide_rewards, wide_values = torch.randn(2, 2, 15, dtype=DOUBLE)
-    wide_values[:, 13] = float("nan")  # padding may be anything
+    wide_values[:, 13] = float("nan")  # padding may hold anything
     mask = torch.zeros(2, 15)
     mask[:, places], wide_rewards[:, places], wide_values[:, places] = 1, rewards, values
     actual, returns = gae(wide_rewards, wide_values, mask, 1.0, lam)
@@ -134,7 +133,7 @@ def test_rows_do_not_see_each_other(batch):
 
 
 def test_rewards_are_at_the_last_trainable_token():
-    """Not on the padding behind it, and not on what a tool wrote after it."""
+    """Neither on padding nor on tool output after it."""
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     actual = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask)
     close(actual, [[0, 1.0, 0, 0], [0, 0, 2.0, 0], [0, 0, 0, 0], [0, 0, 0, 4.0]])
@@ -154,7 +153,7 @@ def test_estimators_of_the_divergence_worked_out_by_hand(estimator, wanted):
 
 
 def test_k1_and_k3_have_the_divergence_as_their_mean():
-    """Over a vocabulary of seven words, by enumeration."""
+    """Enumerates a vocabulary of seven tokens."""
     logps, ref_logps = torch.randn(2, 7, dtype=DOUBLE).log_softmax(-1)
     divergence = torch.nn.functional.kl_div(ref_logps, logps, log_target=True, reduction="sum")
     for estimator in ("k1", "k3"):
@@ -164,7 +163,7 @@ def test_k1_and_k3_have_the_divergence_as_their_mean():
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", False)])
 def test_what_the_reward_pays_for_k1_is_the_divergences_gradient(estimator, unbiased):
-    """The policy gradient's expectation over a vocabulary of seven words, by enumeration."""
+    """Enumerates the policy gradient over a vocabulary of seven tokens."""
     generator = torch.Generator().manual_seed(0)
     logits, reference = torch.randn(2, 7, generator=generator, dtype=DOUBLE)
     logps, ref_logps = logits.requires_grad_().log_softmax(-1), reference.log_softmax(-1)
@@ -213,7 +212,7 @@ def test_whitened_is_mean_0_and_variance_1_where_trainable():
 
 
 def test_whitening_counts_the_tokens_of_all_ranks():
-    """Two ranks of different lengths, each told the other's sums, give what one rank would."""
+    """Two ranks that exchange sums give the result of one rank with all rows."""
     x = torch.randn(4, 6, dtype=DOUBLE)
     mask = torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0], [0] * 6, [1, 0, 1, 0, 1, 0]])
     wanted = whiten(x, mask)

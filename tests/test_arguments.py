@@ -1,4 +1,4 @@
-"""Knobs on TRL's command line and in its YAML, and the trainer that takes them."""
+"""Knobs on TRL's command line and in its YAML, and the one-line trainer that takes them."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from trl import GRPOConfig, TrlParser
 from rollout import ConfigError, EngineConfig, UnsupportedTrainer
 from trainers import RolloutConfig, RolloutGRPOTrainer, RolloutPPOConfig
 
-# Every field, with a value that is not its default.
+# Every field with a value other than its default.
 VALUES = {
     "max_rows": 8,
     "max_row_tokens": 64,
@@ -74,7 +74,7 @@ def test_every_argument_has_a_help_text(kind):
     texts = {action.dest: action.help for action in parser._actions}
     grpos = {field.name: field.metadata.get("help") for field in fields(GRPOConfig)}
     for field in fields(kind):
-        if texts[field.name] != grpos.get(field.name):  # whose texts are TRL's to write
+        if texts[field.name] != grpos.get(field.name):  # inherited help texts are TRL's
             assert len(texts[field.name]) > 20, field.name
     assert texts.get("epsilon") == (grpos["epsilon"] if kind is RolloutPPOConfig else None)
     printed = " ".join(parser.format_help().split())

@@ -1,4 +1,4 @@
-"""Paged attention against dense attention written another way, and what it refuses."""
+"""Paged attention against dense attention, and the arguments it refuses."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from rollout.model.attention import PagedAttention, number_layers, paged_attenti
 from rollout.scheduler.batch import Segment
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
-# Of the last of its layers, a prefill stores keys and values alone: `layer` is the second.
+# `layer` is the second of three: in the last layer, a prefill only stores keys and values.
 LAYOUT = KVLayout(
     num_layers=3, page_tokens=PAGE, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32
 )
@@ -28,7 +28,7 @@ def layer() -> nn.Module:
 
 
 def dense(query, keys, values, window, softcap):
-    """One sequence by the textbook; `query` `(H, T, D)`, its last token is the last key."""
+    """Attention of one sequence; `query` is (H, T, D) and ends at the last key."""
     keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (keys, values))
     context, num_queries = keys.shape[1], query.shape[1]
     position = torch.arange(context)
@@ -47,7 +47,7 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
     lengths = [1, 4, 5, 11]
     cache = KVCache(LAYOUT, torch.device("cpu"))
     cache.grow(20)
-    # Unused places hold NaN: a score or a value that slips in shows.
+    # Unused positions hold NaN, so reading one shows.
     for part in cache.layer(1):
         part.fill_(torch.nan)
     tables = (torch.randperm(19)[:16] + 1).view(4, 4)
@@ -56,7 +56,7 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
     )
 
     def check(spans, segments=None):
-        """Run tokens `[start, stop)` of each (row, start, stop), packed."""
+        """Run tokens [start, stop) of each (row, start, stop), packed."""
         lanes = torch.cat([torch.full((stop - start,), row) for row, start, stop in spans])
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
         packed = [torch.cat([x[r][:, a:b] for r, a, b in spans], 1)[None] for x in (q, k, v)]
@@ -71,7 +71,7 @@ def test_prefill_in_pieces_and_decode_equal_dense_attention(window, softcap):
             wanted = dense(query, keys, values, window, softcap)
             torch.testing.assert_close(mine.transpose(0, 1), wanted, rtol=1e-5, atol=1e-6)
 
-    # Row 3 in two pieces, the others whole; then one decode step of all rows.
+    # Prefill row 3 in two pieces and the others whole, then decode one step of all rows.
     for spans in ([(0, 0, 1), (3, 0, 6)], [(1, 0, 4), (2, 0, 5), (3, 6, 11)]):
         check(spans, [Segment(row, first, np.zeros(stop - first)) for row, first, stop in spans])
     check([(row, n, n + 1) for row, n in enumerate(lengths)])
@@ -93,4 +93,4 @@ def test_a_prefill_ends_when_the_last_layer_has_stored_its_keys_and_values():
         tiny.assert_on_policy(engine, model)
         ran.clear()
         engine.generate([list(range(8, 30))], SamplingParams(max_new_tokens=1))
-    assert ran == [0, 1, 0, 1, 2]  # the prompt but its last token, and that
+    assert ran == [0, 1, 0, 1, 2]  # the prompt without its last token, then the last token

@@ -1,6 +1,6 @@
-"""Rows shared out between ranks, in a simulation of rollouts whose lengths are drawn.
+"""Balancing rows between ranks, simulated with drawn completion lengths.
 
-`pytest tests/test_balance.py -s` prints what `examples/README.md` says of it.
+`pytest tests/test_balance.py -s` prints the figures of `examples/README.md`.
 """
 
 import numpy as np
@@ -8,25 +8,25 @@ import pytest
 
 from trainers.adapter.ranks import Group, deal
 
-# The 1.7B shape on an H200, as `measure_ranks.py` found it: seconds of a step without its keys and
-# values, and of those of a token, 112 KiB at 4.1 TB/s.
+# Qwen3-1.7B on an H200, measured by `measure_ranks.py`: seconds of a step without reading KV, and of
+# reading a token's KV (112 KiB at 4.1 TB/s).
 STEP_S, CONTEXT_S = 2.2e-3, 28e-9
 MOST, GROUP = 8192, 8
 
 
 def drawn(rng, medians, spread):
-    """Lengths of a rollout, `(prompts, GROUP)`."""
+    """Completion lengths of a rollout, (prompts, GROUP)."""
     lengths = medians[:, None] * np.exp(rng.normal(0, spread, (len(medians), GROUP)))
     return np.clip(lengths, 1, MOST).astype(int)
 
 
 def seconds(lengths):
-    """Of a rank with these rows: as many steps as the longest has, all contexts read."""
+    """A rank's time for these rows: the steps of the longest row, plus reading all contexts."""
     return STEP_S * lengths.max() + CONTEXT_S * (lengths.astype(float) ** 2).sum() / 2
 
 
 def speedups(median, spread, num_ranks, num_prompts=16, num_drawings=100):
-    """Over one GPU that does all ranks' rows one after the other: own rows, and shared out."""
+    """Speedup over one GPU that does all rows, without and with balancing."""
     rng, ratios = np.random.default_rng(0), []
     for _ in range(num_drawings):
         medians = median * np.exp(rng.normal(0, 0.7, num_ranks * num_prompts))

@@ -37,7 +37,7 @@ def test_every_mode_is_timed_on_the_same_rows_and_written_down(tmp_path):
         assert found["modes"][mode]["host_us"] > 0
         assert found["modes"][mode]["host_median_us"] > 0
         assert 0 < found["modes"][mode]["busy_share"] <= 1
-        assert found["modes"][mode]["h2d_bytes"] == 4 * 8  # the lane of each row
+        assert found["modes"][mode]["h2d_bytes"] == 4 * 8  # one lane number per row
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -47,7 +47,7 @@ def test_the_floor_counts_weights_without_the_embedding_and_all_keys_and_values(
     work = workload.Workload(model, rows=2, prompt_tokens=50, new_tokens=3, bandwidth=1e6)
     weights = sum(p.numel() for p in model.parameters()) * 4
     read = weights if tied else weights - model.get_input_embeddings().weight.numel() * 4
-    keys_and_values = 2 * 3 * 2 * 16 * 4  # both, layers, heads, head size, float32
+    keys_and_values = 2 * 3 * 2 * 16 * 4  # K and V, layers, heads, head size, float32
     assert work.cost.kv_token_bytes == keys_and_values
     tokens = (50 + 51 + 52) + 50
     assert work.floor_s(7, [3, 1]) == pytest.approx((7 * read + tokens * keys_and_values) / 1e6)
@@ -65,7 +65,7 @@ def test_rows_of_a_workload_end_where_it_says():
     with bench.engine_run(work, num_slots=2) as run:
         for lengths in (work.row_tokens, [2] * 5, [12] * 5):
             run.generate(lengths)
-            overruns = run.num_tokens - lengths  # a row's token in flight when it is aborted
+            overruns = run.num_tokens - lengths  # an aborted row may have one more token in flight
             assert set(overruns) <= {0, 1}
             assert not run.engine.busy
 
@@ -83,7 +83,7 @@ def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():
     assert made.on("host") == []
     assert [i.start_s for i in made.middle(4).on("compute")] == [3, 4]
     cut = [(i.start_s, i.stop_s) for i in made.middle(1.5).on("compute")]
-    assert cut == [(3.25, 4.75), (4, 4.75)]  # the first one began before
+    assert cut == [(3.25, 4.75), (4, 4.75)]  # the first one began before the cut
     assert made.busy_share("d2h") != made.busy_share("d2h")
 
 

@@ -1,4 +1,4 @@
-"""Knobs are checked once, by name and value, and every error has its place in the tree."""
+"""Knobs are checked once, by name and value, and the tree of errors is the documented one."""
 
 import copy
 import inspect
@@ -139,6 +139,6 @@ def test_the_tree_in_the_docstring_is_the_tree():
     assert {*drawn, "RolloutError"} == set(classes)
     depth = {name: 1 + 4 * (classes[name].__mro__.index(RolloutError) - 1) for name in drawn}
     assert drawn == depth
-    for line in lines:  # an error is also the builtin that callers know
+    for line in lines:  # the builtin that an error also is
         if builtin := line[1].partition("(")[2].partition(")")[0]:
             assert builtin in [base.__name__ for base in classes[line[1].split()[0]].__mro__]

@@ -1,7 +1,6 @@
 """House rules that no linter knows.
 
-Each rule is a function from text to the places that break it, so that it can be shown a broken
-text here: a check that cannot fail holds nothing.
+Each rule is a function from text to its violations, so that a test can show it a broken text.
 """
 
 import ast
@@ -40,11 +39,10 @@ def each(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", paths, ids=name_of)
 
 
-# --- the host waits for the device only where the line says so
+# --- only tagged lines wait for the device
 
 
 def comments(source: str) -> dict[int, str]:
-    """Line number -> the comment on that line."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
 
@@ -60,9 +58,9 @@ def imports_torch(source: str) -> bool:
 
 
 def untagged_waits(source: str) -> list[str]:
-    """Calls in a file that imports torch which may make the host wait, on lines without a tag.
+    """Calls without a `# SYNC:` tag that may make the host wait, if the file imports torch.
 
-    A call over several lines may carry its `# SYNC:` on any of them.
+    A call over several lines may have its tag on any of them.
     """
     if not imports_torch(source):
         return []
@@ -109,7 +107,7 @@ def test_untagged_waits_are_found(body, found):
 
 
 def malformed_tags(source: str) -> list[str]:
-    """Tags that grep would miss or that say nothing; the form is `# ORDER: why`."""
+    """Tags that grep would miss or that give no reason; the form is `# ORDER: why`."""
     tags = re.compile(r"# ?(?:SYNC|ORDER|ALIAS)\b")
     well_formed = re.compile(r"# (?:SYNC|ORDER|ALIAS): \S")
     return [
@@ -133,7 +131,7 @@ def test_malformed_tags_are_found():
         assert malformed_tags(f"x = 1  {tag}\n") == [f"1: {tag}"]
 
 
-# --- the host half runs, and is tested, without torch
+# --- the host half imports no torch
 
 
 def module_of(path: Path) -> str:
@@ -142,7 +140,6 @@ def module_of(path: Path) -> str:
 
 
 def modules_below(package: str) -> list[str]:
-    """A package's modules, or the module itself."""
     modules = [module_of(path) for path in SOURCES]
     return [each for each in modules if f"{each}.".startswith(f"{package}.")]
 
@@ -158,7 +155,7 @@ def test_imports_no_torch(package):
     assert result.stdout.strip() == "", f"importing {package} imports {result.stdout.strip()}"
 
 
-# --- the door
+# --- public names, examples, version
 
 
 def test_public_names_are_sorted_and_exist():
@@ -189,7 +186,7 @@ def test_newest_version_is_found():
     assert newest_version("## 0.3.1\n\n### Added\n\n## 0.3.0\n") == "0.3.1"
 
 
-# --- rooms
+# --- sizes of files and folders
 
 
 @each(SOURCES)
@@ -217,7 +214,7 @@ def test_room_says_what_it_is_for_and_exports_nothing(path):
     assert "\n" not in docstring
 
 
-# --- the field's names
+# --- names
 
 PRIVATE = {"held", "narrow", "life", "marks", "how", "found"}
 ALONE = {"keep", "words", "few_rows", "block_table"}
@@ -240,7 +237,7 @@ def identifiers(source: str) -> set[str]:
 
 
 def private_names(source: str, *, is_kernel: bool) -> list[str]:
-    """Identifiers in a dialect of our own, where the field has a word."""
+    """Identifiers in our own dialect although the field has a word."""
 
     def is_private(name: str) -> bool:
         parts = set(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_"))
@@ -273,6 +270,6 @@ def test_no_class_is_changed_under_an_object(path):
 
 @each([ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CHANGELOG.md"])
 def test_no_placeholder_is_left(path):
-    """A number still to come is written in capitals, such as SEED2, and must not stay."""
+    """A missing number is written in capitals, such as SEED2, until it is known."""
     text = path.read_text(encoding="utf-8")
     assert not re.findall(r"\b(?:TABLE|TREE|COMMIT|TBD|XXX|[A-Z]+ROW|SEED\d)\b", text)

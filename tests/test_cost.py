@@ -1,4 +1,4 @@
-"""What tokens cost at least, and what share of a GPU that is."""
+"""The least cost of tokens, and the share of a GPU's speed that it amounts to."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def test_each_new_token_reads_its_row_so_far():
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["apart", "tied"])
 def test_the_twin_costs_what_its_model_does(changes):
-    """The twin has a parameter for each place of a tied weight."""
+    """The twin has one parameter per use of a tied weight."""
     model = tiny.build(**changes)
     assert Cost.of(Twin(model).base, 768) == cost_of(model) == cost_of(tiny.build())
 
@@ -38,7 +38,7 @@ def test_operations_of_products_are_those_that_torch_counts(family, tied):
         model(torch.ones(1, 10, dtype=torch.int64))
     counted = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counted.items() if "mm" in str(op) and "bmm" not in str(op))
-    # Products alone: norms have one operation a weight, and no product.
+    # Only matrix products count: norms have none.
     assert cost_of(model).operations(10, 0) == products
 
 
@@ -102,7 +102,7 @@ def test_a_gpus_shares_are_what_was_needed_over_what_it_could(monkeypatch):
     read = (3 + 4) + (3 + 4 + 5) + 1
     assert found["rollout/gpu_busy"] == pytest.approx(1.5 / 2)
     assert found["rollout/mbu"] == pytest.approx((4 * 1000 + read * 10) / 1e4 / 2)
-    # The shared prompt's first two tokens once, which attend to 1 + 2.
+    # The first two tokens of the shared prompt count once; they attend to 1 + 2 tokens.
     assert found["rollout/mfu"] == pytest.approx(((6 + 2) * 7 + (read + 3) * 3) / 500 / 2)
     monkeypatch.setattr(utilisation, "peak_operations", lambda name: None)
     found = Utilisation(engine_on("cuda")).metrics(STATS, PROMPTS, LENGTHS)
@@ -110,7 +110,7 @@ def test_a_gpus_shares_are_what_was_needed_over_what_it_could(monkeypatch):
 
 
 def test_prompts_cost_what_had_to_be_computed_of_them(monkeypatch):
-    """A later turn finds KV of the one before, and preempted rows are computed again."""
+    """A later turn reuses KV, and preempted rows are computed again."""
     monkeypatch.setattr(utilisation, "copy_bandwidth", lambda source, target: 1e4)
     monkeypatch.setattr(utilisation, "peak_operations", lambda name: 1.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -126,7 +126,7 @@ def test_prompts_cost_what_had_to_be_computed_of_them(monkeypatch):
 
 
 def test_weights_cost_what_they_do_in_the_rollout(monkeypatch):
-    """Under FSDP and DeepSpeed they are cast after the engine was made."""
+    """Under FSDP and DeepSpeed, weights are cast after the engine was made."""
     monkeypatch.setattr(utilisation, "copy_bandwidth", lambda source, target: 1e4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     engine = engine_on("cuda")

@@ -1,4 +1,4 @@
-"""The critic reads what it may, learns from what it should, and is found again as it was."""
+"""What the critic reads, what it learns from, and how it resumes."""
 
 import copy
 
@@ -19,7 +19,7 @@ SETTINGS = CriticSettings(learning_rate=1e-3, micro_batch_rows=4)
 def build(policy=None, settings=SETTINGS):
     model = ValueModel.from_policy(policy or tiny.build())
     torch.manual_seed(1)
-    torch.nn.init.normal_(model.head.weight)  # a head of zeros would say 0 whatever it reads
+    torch.nn.init.normal_(model.head.weight)  # a zero head would hide what the critic reads
     return Critic(model, settings, Accelerator(cpu=True))
 
 
@@ -27,9 +27,9 @@ def batch(seed=0):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(8, tiny.VOCAB, (ROWS, PROMPT + TOKENS), generator=generator)
     attention = torch.ones_like(ids)
-    attention[1, :2], attention[2, -2:] = 0, 0  # padding left and right
+    attention[1, :2], attention[2, -2:] = 0, 0  # left and right padding
     mask = attention[:, PROMPT:].clone()
-    mask[3, 1:3], mask[4] = 0, 0  # a tool's tokens, and a row without any of its own
+    mask[3, 1:3], mask[4] = 0, 0  # tool output, and a row without trainable tokens
     values, returns = torch.randn(2, ROWS, TOKENS, generator=generator)
     return ValueBatch(ids, attention, mask, values, returns)
 
@@ -65,7 +65,7 @@ def test_adapters_are_left_out_and_every_weight_learns():
 
 
 def test_a_value_has_read_all_tokens_before_its_own_and_no_later_one():
-    """Injected fault `value reading the action`: column t is the state before token t."""
+    """Column t is the value before token t. Catches the fault `value reading the action`."""
     critic, ids = build(), batch().input_ids
     before = values(critic, ids)
     for token in range(TOKENS):
@@ -173,10 +173,10 @@ def test_gradients_are_clipped():
     ],
 )
 def test_the_learning_rate_goes_on_from_rollout_to_rollout(kind, wanted):
-    """Not from update to update, of which a rollout has two here."""
+    """It changes once per rollout, not per update."""
     settings = CriticSettings(learning_rate=1e-3, lr_scheduler_type=kind, epochs=2)
     critic, schedules = build(settings=settings), []
-    for _ in range(2):  # a second training begins anew
+    for _ in range(2):  # a second training restarts it
         critic.schedule(len(wanted))
         schedules.append([critic.learn(batch())["value/lr"] for _ in wanted])
     for rates in schedules:
@@ -220,7 +220,7 @@ def test_steps_that_rounding_loses_are_warned_of(caplog, dtype, rate, is_lost):
     ("rate", "least", "most"), [(1e-6, 0, 0.02), (1e-5, 0.02, 0.2), (1e-4, 0.5, 1)]
 )
 def test_how_much_of_adams_way_bfloat16_keeps(rate, least, most):
-    """A hundred steps of one direction and noise, which go on for about half of their length."""
+    """100 steps of a fixed direction plus noise; the float32 sum moves about half their length."""
     torch.manual_seed(0)
     weights = torch.nn.Parameter((torch.randn(20_000) * 0.02).bfloat16())
     before, wide = weights.detach().clone(), torch.nn.Parameter(weights.detach().float())

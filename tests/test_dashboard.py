@@ -13,7 +13,7 @@ SHARES = ("compute", "prefill", "tail", "sleep", "idle")
 
 
 class Kind(SimpleNamespace):
-    """Takes what wandb-workspaces' own classes are given, and keeps it."""
+    """Stands for any class of wandb-workspaces and keeps its arguments."""
 
     saved = None
 
@@ -24,7 +24,7 @@ class Kind(SimpleNamespace):
 
 @pytest.fixture
 def workspaces(monkeypatch):
-    """The library as far as it is used: another class for each kind of part."""
+    """A fake wandb_workspaces with one class per kind of part."""
     kinds = {
         "reports.v2": ("LinePlot", "MediaBrowser"),
         "workspaces": ("Section", "Workspace"),

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU, read from a stand-in for NVIDIA's module."""
+"""GPU metrics from NVML, with a stand-in for NVIDIA's module."""
 
 import sys
 import threading
@@ -27,7 +27,7 @@ class FakeError(Exception):
 
 
 class FakeNvml(SimpleNamespace):
-    """One GPU, which counts what its parts did."""
+    """One GPU that counts the calls."""
 
     NVMLError = FakeError
     NVML_GPM_METRICS_GET_VERSION = 1
@@ -37,7 +37,7 @@ class FakeNvml(SimpleNamespace):
     def __init__(self, gpm=True, broken=()):
         super().__init__()
         self.gpm, self.broken, self.time, self.held = gpm, set(broken), 0, 0
-        self.missing = None  # metric that the GPU does not have
+        self.missing = None  # a metric that the GPU lacks
 
     def _check(self, name):
         if name in self.broken:
@@ -127,7 +127,7 @@ def test_the_thread_samples_until_the_end_and_keeps_no_process_alive():
     (thread,) = (t for t in threading.enumerate() if t.name == "twinslot-nvml")
     assert thread.daemon
     time.sleep(0.05)
-    assert meter.end()[NVML_SHARE] == pytest.approx(0.4)  # the first sample is left out
+    assert meter.end()[NVML_SHARE] == pytest.approx(0.4)  # without the first sample
     thread.join(5)
     assert not thread.is_alive()
     assert meter.end() == {}
@@ -149,7 +149,7 @@ def test_the_best_meter_is_taken(monkeypatch):
 
 
 def test_a_machine_without_that_gpu_is_measured_by_nobody():
-    """NVIDIA's own module, with a driver or without one."""
+    """With NVIDIA's own module, with or without a driver."""
     assert type(open_meter("GPU-00000000-0000-0000-0000-000000000000")) is NoMeter
 
 
@@ -177,7 +177,7 @@ def test_a_rollout_is_measured_from_its_first_row_to_its_last(monkeypatch):
 
 
 def test_a_rollout_that_leaves_no_row_is_measured_no_further(monkeypatch):
-    """A thread would go on reading."""
+    """Otherwise the reading thread would go on."""
     meter = UtilisationMeter(FakeNvml(), "GPU-1", period_s=0.001)
     monkeypatch.setattr(engine_module, "open_meter", lambda uuid: meter)
     config = EngineConfig(max_rows=2, page_tokens=4, num_slots=1)

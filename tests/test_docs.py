@@ -1,4 +1,4 @@
-"""The pages say what the code does: tables are complete, links lead somewhere, commands run."""
+"""The pages match the code: complete tables, working links, commands that parse."""
 
 import ast
 import re
@@ -34,14 +34,14 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def section(page: Path, title: str) -> str:
-    """A section's text, its subsections included."""
+    """A section's text with its subsections."""
     match = re.search(rf"^(#+) {title}$(.*?)(?=^#{{1,2}} |\Z)", page.read_text(), re.M | re.S)
     assert match, f"{page} has no section {title}"
     return match[2]
 
 
 def rows(text: str) -> list[list[str]]:
-    """Cells of a text's table rows, without heads and rules."""
+    """Cells of the rows of all tables, without headers."""
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
@@ -70,7 +70,7 @@ def metrics_in_the_table() -> set[str]:
 
 
 def test_the_table_of_metrics_is_complete():
-    """Every panel's metric, and all that a rollout can have; other tests watch whole runs."""
+    """Every panel's metric and every metric of a rollout; other tests check whole runs."""
     stats = RolloutStats(
         lengths=[1], cast_bytes=1, device=dict.fromkeys([*GPM_SHARES, NVML_SHARE], 0.5)
     )
@@ -103,7 +103,7 @@ def test_python_in_a_page_is_python(page):
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Words of each command in a page's blocks, without comments."""
+    """Each command in a page's code blocks, split into words."""
     text = "\n".join(code_blocks(page, "")).replace("\\\n", " ")
     lines = (line.partition(" #")[0] for line in text.splitlines())
     return [shlex.split(line) for line in lines if re.match(r"[\w./=]+ ", line)]

@@ -1,4 +1,4 @@
-"""The engine against `model.generate` and a full forward, and against itself."""
+"""The engine against `model.generate`, against a full forward, and against itself."""
 
 import random
 from contextlib import closing
@@ -48,7 +48,7 @@ def test_sampled_logprobs_are_the_trainers_at_temperature(family):
 
 
 def rows_of(prompts, sampling, seeds, order, wrap=lambda engine: engine, **changes):
-    """Completions in the order of `prompts`, run in another order."""
+    """Completions in the order of `prompts`, from a run in shuffled order."""
     with wrap(engine_for(tiny.build(), **changes)) as engine:
         completions = engine.generate(
             [prompts[i] for i in order], [sampling[i] for i in order], [seeds[i] for i in order]
@@ -61,7 +61,7 @@ def rows_of(prompts, sampling, seeds, order, wrap=lambda engine: engine, **chang
 
 @pytest.fixture(scope="module")
 def wanted():
-    """Rows of `workload` in order, by the history model and by a real one."""
+    """Expected rows of `workload`, by the history model and by a real model."""
     work = workload()
     order = range(len(work[0]))
     return rows_of(*work, order, wrap=fakes.with_history_model), rows_of(*work, order)
@@ -115,7 +115,7 @@ def test_kv_bytes_bounds_the_pages_and_changes_no_row(wanted):
     order = list(range(len(work[0])))
     with engine_for(tiny.build()) as engine:
         page_bytes = engine.worker.kv_cache.layout.page_bytes
-    # The longest row has 14 + 19 tokens: 8 pages of 4, and the trash page.
+    # The longest row has 14 + 19 tokens and needs 8 pages of 4, plus the trash page.
     tight = {"kv_bytes": 9 * page_bytes}
     assert rows_of(*work, order, wrap=fakes.with_history_model, **tight) == wanted[0]
 
@@ -166,7 +166,7 @@ def test_each_rollout_runs_on_the_weights_of_its_moment():
 
 
 def states(model):
-    """Everything about a model that a rollout must leave alone."""
+    """All state of a model that a rollout must not change."""
     tensors = [*model.parameters(), *model.buffers()]
     return {
         "modes": [module.training for module in model.modules()],
@@ -330,7 +330,7 @@ def test_stats_count_what_was_done():
         stats = engine.stats
     by_eos = sum(completion.finish_reason == "stop" for completion in completions)
     assert stats.generated_tokens == sum(len(completion.token_ids) for completion in completions)
-    # Rows that reach max_new_tokens never overrun; an EOS may come in a row's last step.
+    # A row that reaches max_new_tokens has no overrun, even if its last token is an EOS.
     assert 0 < stats.overrun_tokens <= by_eos
     assert 1 < stats.rows_live <= 4
     assert 0 < stats.peak_pages <= 4 * 9

@@ -1,4 +1,4 @@
-"""Evaluation between training steps: own metrics, own rollouts, and nothing left changed."""
+"""Evaluation between training steps has its own metrics and rollouts and changes nothing."""
 
 import pytest
 import tiny
@@ -10,7 +10,6 @@ NUM_EVAL_BATCHES = 4  # 16 prompts in batches of 8, each prompt twice
 
 
 def build(tmp_path, kind="GRPO", **changes):
-    """An evaluation after each step; `eval_steps` sets it otherwise."""
     arguments = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, **changes}
     return trl_family.build(
         kind,
@@ -22,7 +21,7 @@ def build(tmp_path, kind="GRPO", **changes):
 
 
 def watch(generator):
-    """Of each rollout: mode, prompts, and how many completions TRL said a prompt is to have."""
+    """Per rollout: mode, prompts, and completions per prompt as TRL gives it."""
     generate, calls = generator.generate, []
 
     def watched(prompts, images, num_generations, profiler=None):
@@ -53,7 +52,7 @@ def test_metrics_of_an_evaluation_are_an_evaluations(tmp_path, kind):
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2}])
 def test_each_batch_of_an_evaluation_is_generated_anew(tmp_path, changes):
-    """With iterations left in a training batch too, which is kept for them."""
+    """Even if a training batch is kept for more iterations."""
     trainer = build(tmp_path, **changes)
     calls = watch(trl_trainer.attach(trainer))
     trainer.train()
@@ -71,7 +70,7 @@ def test_each_batch_of_an_evaluation_is_generated_anew(tmp_path, changes):
 def test_rollouts_leave_modes_and_buffers_alone(tmp_path):
     trainer = build(tmp_path, gradient_checkpointing=True)
     model = trainer.model
-    model.model.layers[1].eval()  # frozen parts may be in another mode than the model
+    model.model.layers[1].eval()  # a frozen part may be in another mode than the model
     model.model.register_buffer("counter", torch.arange(3.0))
     generator = trl_trainer.attach(trainer)
 

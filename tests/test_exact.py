@@ -1,4 +1,4 @@
-"""Exact mode under a stock trainer: what it changes, what it promises, what it takes back."""
+"""Exact mode under a stock trainer: its changes, its promises, and how it is undone."""
 
 import copy
 import functools
@@ -67,7 +67,7 @@ def test_detach_leaves_the_trainer_as_it_was(tmp_path, caplog):
     assert trainer.model.config._attn_implementation == "sdpa"
     assert len(trainer.model.model._forward_pre_hooks) == hooks
     assert dict(vars(trainer)) == before
-    trainer.train()  # by its own generation
+    trainer.train()  # with TRL's own generation
     trl_trainer.attach(trl_trainer.build(tmp_path, model=trainer.model), EXACT)
 
 
@@ -155,7 +155,7 @@ def test_what_a_rollout_could_not_repeat_is_refused(tmp_path, changes, message):
 
 
 def test_embeddings_that_are_resized_later_are_refused():
-    """The product of the new head was not looked at, on neither side."""
+    """The check of the head's product does not cover the new head."""
     model = tiny.build()
     with RolloutEngine(model, EXACT) as engine:
         model.resize_token_embeddings(80, mean_resizing=False)
@@ -231,7 +231,7 @@ def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autoca
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_of_equal_states_are_those_of_trls_fused_head(temperature):
-    """Qwen3-8B's head: 2,048 tokens in chunks of the vocabulary there, 32 rows at once here."""
+    """Qwen3-8B's head: TRL takes 2,048 tokens per vocabulary chunk, the rollout 32 rows at once."""
     chunked = pytest.importorskip("trl.kernels.chunked_logprob")
     before = torch.backends.cuda.preferred_blas_library("cublaslt")
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,4 +1,4 @@
-"""Exact mode on a GPU: what a rollout sampled is what the trainer's forward gives, bit for bit."""
+"""Exact mode on a GPU: sampled log-probabilities equal the trainer's bit for bit."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from rollout.tools.workload import SHAPES, build_model
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ROWS = 32
-PAGE = 64 * 28 * 2 * 8 * 128 * 2  # bytes of 64 tokens of the 0.6B shape; all rows need 256 pages
+PAGE = 64 * 28 * 2 * 8 * 128 * 2  # bytes of 64 tokens in the 0.6B shape; all rows need 256 pages
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def ragged_prompts(vocab, rows, group):
 
 
 def batch_of(prompts, completions):
-    """As TRL lays it out: prompts padded on the left, completions on the right."""
+    """TRL's layout: prompts padded on the left, completions on the right."""
     before = max(map(len, prompts))
     after = max(len(completion.token_ids) for completion in completions)
     ids = torch.zeros(len(prompts), before + after, dtype=torch.int64)
@@ -78,7 +78,7 @@ def batch_of(prompts, completions):
 
 
 def draw_again(head, states, seed, first_position, temperature):
-    """What the sampler draws from the trainer's hidden states of one row."""
+    """The sampler's draws from the trainer's hidden states of one row."""
     tokens, scores = [], []
     for start, part in zip(range(0, len(states), 1024), states.split(1024), strict=True):
         logits = head(part)

@@ -1,4 +1,4 @@
-"""The example scripts at toy size, as a user starts it."""
+"""The example scripts at toy size, run as a user runs them."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def training(*arguments, script="grpo.py", config="demo.yaml"):
 
 
 def model_and_dataset(folder):
-    """Folders of a model and of a dataset, as no hub can be reached here."""
+    """A model and a dataset in folders, because tests have no network."""
     tokenizer = run_length.build_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder / "model")
@@ -38,7 +38,7 @@ def model_and_dataset(folder):
 
 
 def dataset_of_one_row(folder, column):
-    """Fewer than a batch, in a folder of the column's name."""
+    """A dataset smaller than a batch."""
     (folder / column).mkdir()
     (folder / column / "train.jsonl").write_text(json.dumps({column: "a*1=", "solution": "a"}))
     return folder / column
@@ -46,7 +46,7 @@ def dataset_of_one_row(folder, column):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Of all runs but the demo's, which share what they import."""
+    """Results of all runs except the demo's; they share imports."""
     folder = tmp_path_factory.mktemp("examples")
     value_epochs = ("--value_epochs", "2")
     two_rollouts = ("--gradient_accumulation_steps", "2", "--steps_per_generation", "1")
@@ -74,7 +74,6 @@ def test_the_engine_alone_generates(outcomes):
 
 
 def test_the_demo_prints_its_table_and_leaves_a_wandb_run(tmp_path):
-    """In a process of its own, as a user starts it."""
     result = subprocess.run(
         [sys.executable, *map(str, training("--required_gain", "-1"))],
         cwd=tmp_path,
@@ -100,7 +99,6 @@ def test_ppo_prints_its_table_too(outcomes):
 
 
 def test_models_and_datasets_are_loaded_by_name_or_folder(outcomes):
-    """The loading code of real use."""
     result = outcomes["folders"]
     assert result.returncode == 0, result.stderr
     assert re.search(r"tokens/s.*│ +\d+", result.stdout)
@@ -139,7 +137,7 @@ def test_no_bar_is_drawn_where_none_is_wanted(outcomes):
 
 
 def test_no_share_is_told_of_steps_with_several_rollouts(outcomes):
-    """The log has the mean of their seconds."""
+    """The log has only the mean of their seconds."""
     assert "share of time generating" in outcomes["as drawn"].stdout
     assert "share of time generating" not in outcomes["no bar"].stdout
     assert "generated tokens/s" in outcomes["no bar"].stdout

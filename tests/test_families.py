@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, made tiny, gives its own numbers or is refused."""
+"""Each causal language model of transformers, at toy size, matches its own forward or is refused."""
 
 import inspect
 from typing import Any
@@ -16,7 +16,7 @@ ENGINE = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=7)
 SAMPLING = [SamplingParams(max_new_tokens=9, temperature=t) for t in (1.0, 0.7, 2.0, 1.3)]
 MOST_PARAMETERS = 30_000_000
 
-# Those that have to run, as in transformers 5.24.
+# Families that must run, as of transformers 5.24.
 NAMES = """
     afmoe apertus apertus1p5_text arcee aria_text beam bitnet cohere cohere2 cohere2_moe ctrl
     cwm ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2
@@ -28,7 +28,7 @@ NAMES = """
     solar_open starcoder2 vaultgemma
 """
 RUN = set(NAMES.split())
-# Under whatever name a family has its sizes.
+# Each family uses some of these names.
 SIZES: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": 5,
@@ -53,7 +53,7 @@ def config_of(name: str) -> PreTrainedConfig:
     known = {*inspect.signature(kind.__init__).parameters, *kind.__annotations__}
     sizes = {size: value for size, value in SIZES.items() if size in known}
     if getattr(usual, "sliding_window", 0) is None:
-        del sizes["sliding_window"]  # by default it has none
+        del sizes["sliding_window"]  # it has none by default
     shape = dict(tiny._SHAPE)
     if not hasattr(usual, "num_key_value_heads"):
         del shape["num_key_value_heads"]
@@ -62,7 +62,7 @@ def config_of(name: str) -> PreTrainedConfig:
 
 @torch.no_grad()
 def build(name: str) -> PreTrainedModel:
-    """A random model whose every parameter is felt."""
+    """A random model in which every parameter has an effect."""
     config = config_of(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -97,7 +97,7 @@ def test_a_family_gives_its_own_numbers_or_is_refused(name):
     except UnsupportedModel:
         assert name not in RUN
         return
-    except Exception:  # configs check themselves in many ways
+    except Exception:  # configs raise many kinds of errors
         if name in RUN:
             raise
         pytest.skip("cannot be made this small")

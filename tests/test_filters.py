@@ -1,4 +1,4 @@
-"""Draws among kept tokens and by penalised logits, against transformers' own processors."""
+"""Top-k, top-p, min-p and penalties against transformers' own logits processors."""
 
 import fakes
 import pytest
@@ -61,7 +61,7 @@ def warpers(asked: SamplingParams, prompt_tokens: int):
         yield MinPLogitsWarper(asked.min_p)
 
 
-# --- which tokens are kept
+# --- kept tokens
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
@@ -111,7 +111,7 @@ def test_each_row_is_filtered_as_it_asks():
 
 def test_nothing_asked_keeps_every_token_and_some_ties_are_kept_together():
     everything = column(0, torch.int64), column(1.0), column(0.0)
-    spiked = torch.full((ROWS, VOCAB), -100.0)  # a sum of these would round to 1 too early
+    spiked = torch.full((ROWS, VOCAB), -100.0)  # their sum would round to 1 too early
     spiked[:, 3] = 0.0
     assert top_k_top_p(spiked, *everything).all()
     spiked[:, [5, 9, 11]] = -1.0
@@ -134,7 +134,7 @@ def test_presence_and_frequency_count_what_was_generated():
     logits, tokens = random_logits(), torch.randint(0, 50, (ROWS, 30))
     counts = torch.zeros(ROWS, VOCAB).scatter_add(1, tokens, torch.ones(ROWS, 30))
     flags = (counts * COUNT_UNIT).int() + SEEN * (counts > 0)
-    flags[:, 60:70] = SEEN  # of the prompt
+    flags[:, 60:70] = SEEN  # in the prompt
     penalties = torch.tensor([1.0, 0.7, -0.2]).expand(ROWS, 3)
     penalised = penalise(logits, flags.int(), penalties, column(1.0) > 0)
     torch.testing.assert_close(penalised, logits - 0.7 * (counts > 0) + 0.2 * counts)
@@ -211,7 +211,7 @@ ASKED = [
 
 @torch.no_grad()
 def by_transformers(model, prompt, sampling, seed):
-    """Tokens that transformers' processors and our noise give, a full forward for each."""
+    """Tokens by transformers' processors and our noise, with one full forward per token."""
     model.eval()
     ids = list(prompt)
     while len(ids) < len(prompt) + sampling.max_new_tokens:
@@ -251,7 +251,7 @@ def test_rows_of_every_kind_together_are_those_of_transformers(num_slots):
         assert (mass >= least).all() or asked.repetition_penalty != 1
         assert (mass == 1).all() or asked.draw != Draw.PLAIN
         means.append(mass.mean().item())
-    assert min(means) < 0.9  # not all of it is kept
+    assert min(means) < 0.9  # some probability is cut off
 
 
 def test_a_top_k_beyond_any_vocabulary_keeps_all():
@@ -271,7 +271,7 @@ def test_penalties_of_counts_reach_the_device():
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("lm_head.weight", "embed_tokens.weight")):
-                weight.mul_(0.02)  # so that logits differ by less than the penalty
+                weight.mul_(0.02)  # logits differ by less than the penalty
     with RolloutEngine(model, EngineConfig(**SMALL)) as engine:
         (completion,) = engine.generate([[9, 10]], sampling)
     assert len(set(completion.token_ids)) == 40
@@ -324,4 +324,4 @@ def test_tokens_that_cannot_be_suppressed_are_named(asked, message):
     with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         with pytest.raises(RequestError, match=message):
             engine.generate([[9]], params(asked))
-        engine.generate([[9]], params({"eos_token_ids": (99,)}))  # never drawn, and no harm
+        engine.generate([[9]], params({"eos_token_ids": (99,)}))  # never drawn, harmless

@@ -1,1 +1,1 @@
-"""PPO with a critic, on TRL's GRPO trainer."""
+"""PPO with a critic, built on TRL's GRPO trainer."""

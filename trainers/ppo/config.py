@@ -1,4 +1,4 @@
-"""Arguments of PPO: TRL's of GRPO, and those of the critic and of its advantages."""
+"""Arguments of PPO: TRL's GRPO arguments, plus arguments of the critic and the advantages."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -24,73 +24,73 @@ _CHOICES = {
 
 @dataclass
 class RolloutPPOConfig(GRPOConfig):
-    """`trl.GRPOConfig` with the arguments of PPO.
+    """`trl.GRPOConfig` plus the arguments of PPO.
 
-    Arguments of GRPO that compare the completions of a group have no effect.
+    GRPO arguments that compare the completions of a group have no effect.
 
     Raises:
-        ConfigError: A value cannot work, or two do not go together.
-        ValueError: TRL refuses one of its own.
+        ConfigError: A PPO argument is out of range, or two arguments exclude each other.
+        ValueError: TRL refuses one of its own arguments.
     """
 
     num_generations: int | None = field(
         default=1,
         metadata={
-            "help": "Completions per prompt; the critic needs no second one. With 1, the number of "
-            "rows in a batch must be even."
+            "help": "Completions per prompt. The critic needs only 1. With 1, the number of "
+            "sequences per batch must be even."
         },
     )
     gamma: float = field(
-        default=1.0, metadata={"help": "Discount per token. Below 1 it makes answers shorter."}
+        default=1.0, metadata={"help": "Discount per token. Below 1, answers get shorter."}
     )
     lam: float = field(
         default=1.0,
         metadata={
-            "help": "GAE lambda of the policy's advantages. A final reward reaches the first of T "
-            "tokens scaled by lam**T."
+            "help": "GAE lambda of the policy's advantages. The final reward reaches the first of "
+            "T tokens scaled by lam**T."
         },
     )
     lam_value: float = field(default=1.0, metadata={"help": "GAE lambda of the critic's targets."})
     lam_alpha: float | None = field(
         default=None,
         metadata={
-            "help": "Length-adaptive lambda: lam becomes 1 - 1 / (lam_alpha * length). Meant for "
-            "completions of thousands of tokens. None: lam is fixed."
+            "help": "Length-adaptive lambda: replaces lam by 1 - 1 / (lam_alpha * length). For "
+            "completions of thousands of tokens. None: use lam."
         },
     )
     whiten_advantages: bool = field(
         default=True,
         metadata={
-            "help": "Scale the advantages of a rollout to mean 0 and variance 1 over all ranks."
+            "help": "Scale each rollout's advantages to mean 0 and variance 1 over all ranks."
         },
     )
     kl_coef: float = field(
         default=0.0,
         metadata={
-            "help": "Price in the reward of one nat of KL divergence from the reference. "
-            "Excludes beta, which has the divergence in the loss."
+            "help": "Reward subtracted per nat of KL divergence from the reference model. Cannot "
+            "be combined with beta, which puts the divergence in the loss."
         },
     )
     kl_estimator: KLEstimator = field(
-        default="k1", metadata={"help": "Estimator of that divergence: k1, k2 or k3."}
+        default="k1", metadata={"help": "Estimator of the KL divergence: k1, k2 or k3."}
     )
     missing_eos_penalty: float | None = field(
         default=None,
-        metadata={"help": "Subtracted from the reward of a completion that was cut off."},
+        metadata={"help": "Subtracted from the reward of a truncated completion."},
     )
     truncation_value: Truncation = field(
         default="zero",
         metadata={
-            "help": "Value after the last token of a completion that was cut off: zero, or "
-            "bootstrap for the critic's value."
+            "help": "Value after the last token of a truncated completion: zero, or bootstrap "
+            "(the critic's value)."
         },
     )
     critic: CriticKind = field(
         default="model",
         metadata={
-            "help": "model: a copy of the policy. adapter: the policy's frozen weights, with "
-            "adapters of its own. head: a linear head on the policy's detached hidden states. All "
-            "start with a head of zeros."
+            "help": "model: a copy of the policy. adapter: the policy's frozen weights with the "
+            "critic's own adapters. head: a linear head on the policy's detached hidden states. "
+            "The head starts at zero."
         },
     )
     value_learning_rate: float | None = field(
@@ -100,69 +100,67 @@ class RolloutPPOConfig(GRPOConfig):
     value_lr_scheduler_type: ValueSchedule = field(
         default="constant",
         metadata={
-            "help": "The critic's learning rate over the rollouts: constant, or down to zero by "
-            "linear or cosine."
+            "help": "The critic's learning-rate schedule over the rollouts: constant, linear or "
+            "cosine. The latter two end at 0."
         },
     )
-    value_epochs: int = field(
-        default=1, metadata={"help": "Passes of the critic over each rollout."}
-    )
+    value_epochs: int = field(default=1, metadata={"help": "Critic epochs per rollout."})
     value_mini_batches: int = field(
-        default=1, metadata={"help": "Updates of the critic in each of those passes."}
+        default=1, metadata={"help": "Updates of the critic in each epoch."}
     )
     value_clip: float | None = field(
         default=None,
         metadata={
-            "help": "Clip range of the value loss: how far a value may move from the one at the "
-            "rollout, in units of the reward. None: no clipping."
+            "help": "Clip range of the value loss: the most that a value may move from its value "
+            "at the rollout, in units of the reward. None: no clipping."
         },
     )
     value_max_grad_norm: float = field(
-        default=1.0, metadata={"help": "Norm to which the critic's gradients are clipped."}
+        default=1.0, metadata={"help": "Maximum gradient norm of the critic."}
     )
     value_warmup_steps: int = field(
         default=0,
         metadata={
-            "help": "First trainer steps in which only the critic learns. The policy's learning "
-            "rate schedule advances meanwhile."
+            "help": "Number of first steps in which only the critic learns. The policy's "
+            "learning-rate schedule advances meanwhile."
         },
     )
 
     def __post_init__(self) -> None:
-        """Check what is ours, and let TRL check what is its own."""
+        """Check the arguments of PPO, then let TRL check its own."""
         self._check()
         if self.kl_coef:
-            self.beta = self.kl_coef  # without a beta TRL loads no reference model
-        one = self.num_generations == 1
-        if one:
-            self.num_generations = 2  # TRL's own check refuses 1; its trainer does not
+            self.beta = self.kl_coef  # TRL loads a reference model only if beta is set
+        is_one = self.num_generations == 1
+        if is_one:
+            self.num_generations = 2  # TRL's config refuses 1, although its trainer accepts it
         super().__post_init__()  # type: ignore[no-untyped-call]
-        if one:
+        if is_one:
             self.num_generations = 1
 
     def _check(self) -> None:
         if not is_real(self.kl_coef):
-            raise ConfigError(f"kl_coef={self.kl_coef!r}: it must be a number")
+            raise ConfigError(f"kl_coef={self.kl_coef!r}: must be a number")
         if self.kl_coef and self.beta not in (0, self.kl_coef):
             raise ConfigError(
-                f"kl_coef={self.kl_coef} has the divergence in the reward, beta={self.beta} in the "
-                "loss; drop one"
+                f"kl_coef={self.kl_coef} has the KL divergence in the reward, beta={self.beta} in "
+                "the loss; drop one"
             )
         for name in _SHARES:
             value = getattr(self, name)
             if not is_real(value) or not 0 <= value <= 1:
-                raise ConfigError(f"{name}={value!r}: it must be from 0 to 1")
+                raise ConfigError(f"{name}={value!r}: must be from 0 to 1")
         for name in _POSITIVE:
             value, default = getattr(self, name), getattr(type(self), name)
             if (value, default) != (None, None) and not (is_real(value) and value > 0):
-                raise ConfigError(f"{name}={value!r}: it must be above 0")
+                raise ConfigError(f"{name}={value!r}: must be above 0")
         for name, least in _COUNTS.items():
             check_count(ConfigError, name, getattr(self, name), least)
         for name, kind in _CHOICES.items():
             check_choice(ConfigError, name, getattr(self, name), *get_args(kind))
 
     def critic_settings(self) -> CriticSettings:
-        """How the critic learns."""
+        """The settings that `Critic` takes."""
         rate = self.value_learning_rate
         return CriticSettings(
             learning_rate=5 * self.learning_rate if rate is None else rate,

@@ -1,6 +1,6 @@
-"""The critic: a value for each state of a completion, by an optimizer and a schedule of its own.
+"""The critic: a value model with its own optimizer and learning-rate schedule.
 
-The policy's loss, optimizer, checkpoints and wrappers stay what they are without one.
+It changes nothing in the policy's loss, optimizer, checkpoints or wrappers.
 """
 
 import logging
@@ -17,17 +17,18 @@ from rollout.errors import UnsupportedTrainer
 
 logger = logging.getLogger(__name__)
 
-# Weights around 0.02 lie 1.2e-4 apart in bfloat16. Of 100 steps of AdamW at 1e-6 they keep a
-# hundredth of the way, at 1e-5 a tenth, at 1e-4 three quarters.
+# Near 0.02, bfloat16 numbers are 1.2e-4 apart, so rounding swallows small updates. After 100 steps
+# of AdamW, weights have moved 1 % of the float32 distance at a rate of 1e-6, 10 % at 1e-5, 75 % at
+# 1e-4.
 _LEAST_BF16_RATE = 1e-4
 
-# Those of transformers that need no further argument, and come to an end.
+# The schedules of transformers that need no further argument and do not repeat.
 ValueSchedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """How the critic learns; `RolloutPPOConfig` says what each is for."""
+    """How the critic learns. `RolloutPPOConfig` documents each field as `value_*`."""
 
     learning_rate: float
     lr_scheduler_type: ValueSchedule = "constant"
@@ -39,14 +40,14 @@ class CriticSettings:
 
 
 class ValueBatch(NamedTuple):
-    """What the critic learns from: one rollout, T tokens a completion at the most.
+    """One rollout for the critic to learn from: B rows, S tokens each, T of the completion.
 
     Attributes:
         input_ids: (B, S), prompts and completions.
         attention_mask: (B, S), 0 for padding.
-        mask: (B, T), 1 where a token is trainable.
-        values: (B, T), what the critic said before, of the state before each token.
-        returns: (B, T), what it should have said.
+        mask: (B, T), 1 at trainable tokens.
+        values: (B, T), the critic's value at the rollout of the state before each token.
+        returns: (B, T), the targets.
     """
 
     input_ids: Tensor
@@ -56,18 +57,18 @@ class ValueBatch(NamedTuple):
     returns: Tensor
 
     def rows(self, index: Tensor) -> "ValueBatch":
-        """Some of the rows."""
+        """Select rows."""
         return ValueBatch(*(tensor[index] for tensor in self))
 
 
 class Critic:
-    """A value model with its optimizer, on one rank or on several.
+    """A value model with its optimizer, on one or more ranks.
 
     Args:
-        model: A module called as `value_model.ValueModel` is. What needs no gradient in it is
-            neither trained nor saved.
+        model: Called like `value_model.ValueModel`. Parameters without `requires_grad` are neither
+            trained nor saved.
         settings: How it learns.
-        accelerator: Accelerate's; places the model, and adds up over ranks.
+        accelerator: The trainer's `accelerate.Accelerator`.
     """
 
     def __init__(self, model: nn.Module, settings: CriticSettings, accelerator: Any) -> None:
@@ -82,11 +83,7 @@ class Critic:
         self.scheduler = get_scheduler("constant", self.optimizer)
 
     def schedule(self, num_rollouts: int) -> None:
-        """Restart the learning-rate schedule, as a training begins. Before, the rate is constant.
-
-        Args:
-            num_rollouts: Calls of `learn` to come; a falling rate is zero after them.
-        """
+        """Start the learning-rate schedule, which ends after `num_rollouts` calls of `learn`."""
         self.scheduler = get_scheduler(
             self.settings.lr_scheduler_type,
             self.optimizer,
@@ -96,7 +93,7 @@ class Critic:
 
     @torch.no_grad()
     def values(self, input_ids: Tensor, attention_mask: Tensor, num_tokens: int) -> Tensor:
-        """Values of the states before and after each token of the completions.
+        """Values of the states before and after each completion token.
 
         Args:
             input_ids: (B, S), prompts and completions.
@@ -104,7 +101,7 @@ class Critic:
             num_tokens: T, the width of the completions.
 
         Returns:
-            (B, T + 1), float32: column t is the state before token t, which has not read it.
+            (B, T + 1), float32. Column t is the state before token t, column T after the last.
         """
         self.model.eval()
         pieces = zip(self._in_pieces(input_ids), self._in_pieces(attention_mask), strict=True)
@@ -114,13 +111,10 @@ class Critic:
         return rows.split(self.settings.micro_batch_rows)
 
     def learn(self, batch: ValueBatch) -> dict[str, float]:
-        """Make the updates of one rollout, all at one learning rate.
+        """Make all updates for one rollout, then advance the learning-rate schedule once.
 
-        Args:
-            batch: This rank's rows; every rank has as many.
-
-        Returns:
-            Means over the updates, of all ranks, by the names of the trainer's metrics.
+        `batch` has this rank's rows; every rank passes the same number. Returns the trainer's
+        metrics by name, as means over the updates and all ranks.
         """
         self.model.train()
         metrics = defaultdict(list)
@@ -133,25 +127,26 @@ class Critic:
         return means
 
     def _mini_batches(self, batch: ValueBatch) -> Iterator[Tensor]:
-        """Rows in a new order each epoch, by the random numbers that a resumed run has again."""
+        """Row indices, shuffled anew each epoch."""
         device = batch.input_ids.device
         for _ in range(self.settings.epochs):
+            # The CPU's global generator: the trainer's checkpoints restore its state.
             order = torch.randperm(len(batch.input_ids)).to(device)
             yield from order.chunk(self.settings.mini_batches)
 
     def _update(self, batch: ValueBatch) -> dict[str, float]:
-        """One step on the mean over the trainable tokens of all ranks, in micro-batches."""
+        """One optimizer step on the mean loss over the trainable tokens of all ranks."""
         num_trainable = self._sum_ranks(batch.mask.sum())
         num_tokens = num_trainable.clamp(min=1)
         sums = batch.returns.new_zeros(2)
         for index in self._in_pieces(torch.arange(len(batch.mask), device=batch.mask.device)):
             piece = batch.rows(index)
             losses, clipped = self._losses(piece)
-            # Gradients of ranks are averaged, so each one's sum counts as many times.
+            # DDP averages gradients over ranks; the factor makes that a sum.
             (losses.sum() * self.accelerator.num_processes / num_tokens).backward()
             sums += torch.stack([losses.detach().sum(), clipped.sum()])
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.max_grad_norm)
-        if num_trainable.item():  # or the momentum of earlier ones would move the weights
+        if num_trainable.item():  # without trainable tokens, momentum would still move weights
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loss, clip_ratio = (self._sum_ranks(sums) / num_tokens).tolist()
@@ -161,7 +156,7 @@ class Critic:
         return metrics
 
     def _losses(self, piece: ValueBatch) -> tuple[Tensor, Tensor]:
-        """Losses of the trainable tokens, and where clipping decided them; elsewhere 0."""
+        """(B, T) losses, and where the clipped loss was used. Both are 0 where masked."""
         width = piece.mask.shape[1] + 1
         values = self.model(piece.input_ids, piece.attention_mask, width)[:, :-1]
         losses, clipped = value_losses(values, piece.values, piece.returns, self.settings.clip)
@@ -173,29 +168,29 @@ class Critic:
         return summed
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on to the last bit, but for what is frozen."""
+        """The state of a resumed run that is bit-identical, without frozen weights."""
         return {
-            "model": self._own_state(),
+            "model": self._trained_state(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
         }
 
-    def _own_state(self) -> dict[str, Tensor]:
+    def _trained_state(self) -> dict[str, Tensor]:
         model = self.accelerator.unwrap_model(self.model)
         frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         return {name: each for name, each in model.state_dict().items() if name not in frozen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave.
+        """Restore a `state_dict`.
 
         Raises:
-            UnsupportedTrainer: It was another kind of critic that gave it.
+            UnsupportedTrainer: The state is of another kind of critic.
         """
-        if other := self._own_state().keys() ^ state["model"].keys():
+        if other := self._trained_state().keys() ^ state["model"].keys():
             raise UnsupportedTrainer(
-                f"the critic of this checkpoint is another one: {len(other)} weights are in one of "
-                f"the two alone, such as {min(other)}; resume with the `critic` or `value_model` "
-                "that it was saved with"
+                f"the checkpoint has another kind of critic: {len(other)} weights are only in the "
+                f"checkpoint or only in this critic, such as {min(other)}; resume with the "
+                "`critic` or `value_model` of the saved run"
             )
         model = self.accelerator.unwrap_model(self.model)
         model.load_state_dict({**model.state_dict(), **state["model"]})
@@ -206,25 +201,17 @@ class Critic:
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error, and with `clip` the larger one of it and of the clipped value's.
+    """Half the squared error, clipped as in OpenAI's baselines if `clip` is set.
 
-    `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`, as in OpenAI's baselines.
-
-    Args:
-        values: What the critic says now, of any shape.
-        old_values: What it said at the rollout.
-        returns: What it should say.
-        clip: How far a value may move, in units of the reward; `None` for any distance.
-
-    Returns:
-        Losses, and where the clipped value's was the larger, in that shape.
+    `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`. `V_old` is the value at
+    the rollout. Returns the losses, and where the second term is larger, in the shape of `values`.
     """
     losses = (values - returns).square()
     if clip is None:
         return losses / 2, torch.zeros_like(losses, dtype=torch.bool)
     moved = values - old_values
     bounded_losses = (old_values + moved.clamp(-clip, clip) - returns).square()
-    # The sum above rounds where nothing is clipped, too.
+    # The sum above rounds even without clipping, so comparing the losses alone is not enough.
     clipped = (moved.abs() > clip) & (bounded_losses > losses)
     return torch.where(clipped, bounded_losses, losses) / 2, clipped
 
@@ -233,9 +220,9 @@ def _warn_of_rounding(trained: list[nn.Parameter], rate: float) -> None:
     num_coarse = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)
     if num_coarse and rate < _LEAST_BF16_RATE:
         logger.warning(
-            "the critic trains %s weights in bfloat16 at value_learning_rate=%g, and most such "
-            "steps are lost in rounding: load the policy in float32 with bf16=True, use "
-            "critic='adapter' or 'head', or a rate of %g and more",
+            "the critic trains %s weights in bfloat16 at value_learning_rate=%g, so rounding "
+            "discards most of its updates; load the policy in float32 and set bf16=True, or set "
+            "critic='adapter' or 'head', or value_learning_rate to at least %g",
             f"{num_coarse:,}",
             rate,
             _LEAST_BF16_RATE,

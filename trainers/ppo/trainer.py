@@ -1,7 +1,7 @@
-"""PPO with a critic: GRPO's trainer, with advantages by token in the place of those by group.
+"""PPO with a critic: TRL's GRPO trainer with per-token advantages instead of per-group ones.
 
-Methods of TRL are wrapped, never copied. The critic learns from each rollout before the policy
-does; the policy's loss is TRL's own.
+It wraps TRL's methods and copies none of them. The critic learns from each rollout before the
+policy does. The policy's loss is TRL's.
 """
 
 import math
@@ -35,7 +35,7 @@ from trainers.ppo.value_model import VALUE_MODELS, ValueModel
 from trainers.reporting.metrics import log_metrics
 
 _CRITIC_FILE = "critic.pt"
-_NO_SPREAD = 1e-12  # of a variance, in squares of the mean: float32 rounds to 1e-7 of a number
+_NO_SPREAD = 1e-12  # variance / mean**2 below this is float32 rounding
 _CITATION = """\
 @article{schulman2017proximal,
     title   = {{Proximal Policy Optimization Algorithms}},
@@ -45,20 +45,18 @@ _CITATION = """\
     year    = 2017,
 }
 """
-_STOP_STRINGS = ("stop", "stop_strings")  # vLLM's and transformers' name for them
+_STOP_STRINGS = ("stop", "stop_strings")  # the names in vLLM and in transformers
 _PLACES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class PPOTrainer(GRPOTrainer):
     """PPO on any generator that TRL offers.
 
-    Args:
-        *args: TRL's own; its arguments are a `RolloutPPOConfig`.
-        value_model: A module called as `value_model.ValueModel` is, instead of what `critic` names.
-        **kwargs: TRL's own.
+    Takes the arguments of `trl.GRPOTrainer`; `args` must be a `RolloutPPOConfig`. `value_model`
+    replaces the critic that `args.critic` names, and is called like `value_model.ValueModel`.
 
     Raises:
-        UnsupportedTrainer: Settings that the critic cannot serve; the message says what to change.
+        UnsupportedTrainer: The critic cannot work with a setting. The message says what to change.
     """
 
     _tag_names = ["trl", "ppo"]  # noqa: RUF012 - TRL's own declaration
@@ -77,15 +75,15 @@ class PPOTrainer(GRPOTrainer):
         _check(self, value_model)
         model = _value_model(self) if value_model is None else value_model
         self.critic = Critic(model, self.args.critic_settings(), self.accelerator)
-        self.add_callback(_StandStill())
+        self.add_callback(_WarmUp())
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Keep what TRL adds up and then compares: rewards of all ranks, a column a function."""
+        """Keep the rewards of all ranks, one column per reward function."""
         self._rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Replace the advantages of a rollout, and let the critic learn from it."""
+        """Replace TRL's advantages of a rollout, and let the critic learn from it."""
         scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
         scores, mask = self._scores_and_mask(scored)
         ids, attention = _whole_rows(scored)
@@ -104,13 +102,10 @@ class PPOTrainer(GRPOTrainer):
     def _advantages_and_returns(
         self, rewards: Tensor, values: Tensor, mask: Tensor, truncated: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The policy's advantages, whitened if asked to, and the critic's targets, (B, T) each.
-
-        `values` has a column more: the state after the last token.
-        """
+        """The policy's advantages and the critic's targets, (B, T) each; `values` is (B, T + 1)."""
         before, after, args = values[:, :-1], values[:, 1:], self.args
-        goes_on = truncated & (args.truncation_value == "bootstrap")
-        bootstrap = bootstrap_values(after, mask, goes_on)
+        is_bootstrapped = truncated & (args.truncation_value == "bootstrap")
+        bootstrap = bootstrap_values(after, mask, is_bootstrapped)
         lam = args.lam if args.lam_alpha is None else length_adaptive_lam(mask, args.lam_alpha)
         advantages, _ = gae(rewards, before, mask, args.gamma, lam, bootstrap)
         _, returns = gae(rewards, before, mask, args.gamma, args.lam_value, bootstrap)
@@ -120,9 +115,9 @@ class PPOTrainer(GRPOTrainer):
         return advantages, returns
 
     def _scores_and_mask(self, scored: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """(B,) rewards of this rank's rows, and (B, T) where a token is trainable.
+        """(B,) rewards of this rank's rows, and the (B, T) mask of trainable tokens.
 
-        A row that no reward function could judge teaches nobody.
+        A row for which every reward function returned None has no trainable token.
         """
         mask: Tensor = scored["completion_mask"] * scored.get("tool_mask", 1)
         first = self.accelerator.process_index * len(mask)
@@ -131,23 +126,23 @@ class PPOTrainer(GRPOTrainer):
         return scores, mask * ~rewards.isnan().all(1, keepdim=True)
 
     def _truncated(self, scored: dict[str, Any]) -> Tensor:
-        """(B,), true where the last token ends nothing. By TRL's own rule for its metrics.
+        """(B,), true if the last token is no end token: the rule of TRL's own metrics.
 
-        That rule knows no stop strings: where there are some, what has room left was not cut off.
+        TRL's rule ignores stop strings. With stop strings, only a row of full length is truncated.
         """
         mask: Tensor = scored["completion_mask"]
         last = (scored["completion_ids"] * at_last(mask)).sum(1)
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
         truncated = ~torch.isin(last, torch.tensor(ends, device=last.device))
-        asked: Any = self.args.generation_kwargs or {}
-        room: Any = self.max_completion_length
-        if any(asked.get(name) for name in _STOP_STRINGS):
-            truncated &= mask.sum(1) >= room
+        sampling: Any = self.args.generation_kwargs or {}
+        max_tokens: Any = self.max_completion_length
+        if any(sampling.get(name) for name in _STOP_STRINGS):
+            truncated &= mask.sum(1) >= max_tokens
         return truncated
 
     @torch.no_grad()
     def _divergence(self, scored: dict[str, Any], mask: Tensor) -> Tensor | None:
-        """(B, T) estimates of the divergence from the reference, if it has a price."""
+        """(B, T) estimates of the KL divergence from the reference; `None` if `kl_coef` is 0."""
         if not self.args.kl_coef:
             return None
         logps = scored.get("old_per_token_logps")
@@ -167,14 +162,13 @@ class PPOTrainer(GRPOTrainer):
         return summed
 
     def _moments(self, x: Tensor, mask: Tensor) -> tuple[float, float]:
-        """Mean and variance over the trainable tokens of all ranks."""
         mean, variance = masked_moments(x, mask, self._sum_ranks)
         return mean.item(), variance.item()
 
     def _log_values(
         self, values: Tensor, returns: Tensor, advantages: Tensor, mask: Tensor
     ) -> None:
-        """Log what this rollout was worth, before anything is whitened."""
+        """Log values, returns and advantages before whitening."""
         returned, spread = self._moments(returns, mask)
         advantage, variance = self._moments(advantages, mask)
         _, unexplained = self._moments(returns - values, mask)
@@ -184,24 +178,24 @@ class PPOTrainer(GRPOTrainer):
             "advantage/mean_raw": advantage,
             "advantage/std_raw": variance**0.5,
         }
-        # Of returns that are all the same, but for rounding, there is nothing to explain.
+        # Explained variance is undefined if all returns are equal up to rounding.
         if spread > _NO_SPREAD * returned**2:
             metrics["value/explained_variance"] = 1 - unexplained / spread
         log_metrics(self, metrics)
 
     def _log_rows(self, advantages: Tensor, mask: Tensor) -> None:
-        """In TRL's table of completions, each row's mean advantage for what it had by group."""
+        """Replace group advantages in TRL's table of completions by each row's mean advantage."""
         rows = advantages.sum(1) / mask.sum(1).clamp(min=1)
         gathered = self.accelerator.gather(rows).tolist()
         table = self._logs["advantages"]
         for _ in gathered[: len(table)]:
             table.pop()
         table.extend(gathered)
-        # Of groups, too, and 1 wherever a prompt has one completion.
+        # This metric compares groups as well. It is always 1 with one completion per prompt.
         self._metrics["train" if self.model.training else "eval"].pop("frac_reward_zero_std", None)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss, without the divergence that the reward has."""
+        """TRL's loss. With `kl_coef`, the KL divergence is in the reward and not in the loss."""
         beta = self.beta
         if self.args.kl_coef:
             self.beta = 0.0
@@ -212,10 +206,10 @@ class PPOTrainer(GRPOTrainer):
         return loss
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make TRL's schedule, and begin the critic's, which counts rollouts."""
-        pieces: int = num_training_steps * self.args.gradient_accumulation_steps
-        pieces_a_rollout = (self.args.steps_per_generation or 1) * self.num_iterations
-        self.critic.schedule(math.ceil(pieces / pieces_a_rollout))
+        """Make TRL's schedule, and start the critic's, which counts rollouts instead of steps."""
+        micro_batches: int = num_training_steps * self.args.gradient_accumulation_steps
+        micro_batches_per_rollout = (self.args.steps_per_generation or 1) * self.num_iterations
+        self.critic.schedule(math.ceil(micro_batches / micro_batches_per_rollout))
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -231,7 +225,7 @@ class PPOTrainer(GRPOTrainer):
             path = os.path.join(checkpoint, _CRITIC_FILE)
             if not os.path.exists(path):
                 raise UnsupportedTrainer(
-                    f"{checkpoint} has no {_CRITIC_FILE}, so PPO did not leave it; load its model "
+                    f"{checkpoint} has no {_CRITIC_FILE}, so it is not from PPO; load its model "
                     "with `model=...` and train without `resume_from_checkpoint`"
                 )
             device = self.accelerator.device
@@ -239,16 +233,11 @@ class PPOTrainer(GRPOTrainer):
 
 
 class RolloutPPOTrainer(PPOTrainer):
-    """`PPOTrainer`, with a `RolloutGenerator` attached once it is constructed.
-
-    Args:
-        *args: TRL's own; its arguments are a `RolloutPPOConfig`.
-        rollout: Knobs of the engine.
-        **kwargs: TRL's own, and `value_model`.
+    """`PPOTrainer` with a `RolloutGenerator` attached. `rollout` has the knobs of the engine.
 
     Raises:
-        UnsupportedTrainer: The trainer's settings; the message says what to change.
-        UnsupportedModel: The model; likewise.
+        UnsupportedTrainer: A setting of the trainer is refused. The message says what to change.
+        UnsupportedModel: The model is refused. The message says what to change.
 
     Example:
         ```python
@@ -264,14 +253,14 @@ class RolloutPPOTrainer(PPOTrainer):
         RolloutGenerator(rollout).attach(self)
 
 
-class _StandStill(TrainerCallback):
-    """Takes the policy's gradients away while the critic warms up."""
+class _WarmUp(TrainerCallback):
+    """Keeps the policy unchanged for the first `value_warmup_steps` steps."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Leave the optimizer nothing to do, its weight decay included.
+        """Set the policy's gradients to None, so that the optimizer skips every parameter.
 
-        Gradients of 0 would count as steps: behind a hundred of them Adam goes twice as far as its
-        rate says.
+        Gradients of 0 would still apply weight decay and advance Adam's step count: after 100 such
+        steps, Adam's first real update would be twice too large.
         """
         if state.global_step < args.value_warmup_steps:
             rest["optimizer"].zero_grad()
@@ -284,7 +273,7 @@ def _whole_rows(scored: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _value_model(trainer: PPOTrainer) -> nn.Module:
-    """What `critic` names, and with checkpoints of its activations where the policy has them."""
+    """The critic that `args.critic` names, with gradient checkpointing if the policy has it."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
     model = VALUE_MODELS[trainer.args.critic](policy)
     if isinstance(model, ValueModel) and trainer.args.gradient_checkpointing:
@@ -293,19 +282,18 @@ def _value_model(trainer: PPOTrainer) -> nn.Module:
 
 
 def _check(trainer: PPOTrainer, value_model: nn.Module | None) -> None:
-    """Refuse what the critic was not made for."""
     if not isinstance(trainer.args, RolloutPPOConfig):
-        raise UnsupportedTrainer("PPO has arguments of its own; pass args=RolloutPPOConfig(...)")
+        raise UnsupportedTrainer("PPO needs args=RolloutPPOConfig(...)")
     if value_model is not None and trainer.args.critic != "model":
         raise UnsupportedTrainer(
-            f"value_model and critic={trainer.args.critic!r} are two critics; drop one"
+            f"value_model=... and critic={trainer.args.critic!r} are two critics; drop one"
         )
     if trainer._is_vlm:
-        raise UnsupportedTrainer("the critic cannot read images; use a model of text alone")
+        raise UnsupportedTrainer("the critic cannot read images; use a text-only model")
     if trainer.accelerator.distributed_type not in _PLACES:
         raise UnsupportedTrainer(
-            f"the critic cannot be sharded by {trainer.accelerator.distributed_type.value} yet; "
+            f"the critic does not work with {trainer.accelerator.distributed_type.value} yet; "
             "use DDP"
         )
     if trainer.accelerator.mixed_precision == "fp16":
-        raise UnsupportedTrainer("the critic's gradients are not scaled for fp16; use bf16")
+        raise UnsupportedTrainer("the critic does not scale gradients for fp16; set bf16=True")

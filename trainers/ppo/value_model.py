@@ -1,6 +1,6 @@
-"""What says the values: a decoder of its own, one over weights of the policy, or a head alone.
+"""The three value models: a decoder, a decoder that shares the policy's weights, a head alone.
 
-The policy is the same with each: no module, parameter, adapter or mode of it changes.
+None of them changes a module, parameter, adapter or mode of the policy.
 """
 
 import copy
@@ -17,14 +17,10 @@ CriticKind = Literal["model", "adapter", "head"]
 
 
 class ValueModel(nn.Module):
-    """A decoder and a linear head from its last hidden state to one number a position.
+    """A decoder with a linear head that gives one value per position.
 
-    The head is zero at first, so that the first advantages are those of no critic at all, and it is
-    computed in float32.
-
-    Args:
-        backbone: Called as a transformers model; its output has `last_hidden_state`.
-        hidden_size: Width of that.
+    The head starts at zero, so the first advantages are those without a critic. It runs in float32.
+    `backbone` is called like a transformers model; its output has `last_hidden_state`.
     """
 
     def __init__(self, backbone: Any, hidden_size: int) -> None:
@@ -34,83 +30,67 @@ class ValueModel(nn.Module):
 
     @classmethod
     def from_policy(cls, policy: Any) -> Self:
-        """Start from a copy of the policy's own weights, without its adapters.
-
-        Args:
-            policy: A causal language model of transformers, or a PEFT model around one.
+        """Copy the decoder of a causal language model or PEFT model, without its adapters.
 
         Raises:
-            UnsupportedTrainer: Its weights are quantised, and cannot be trained.
+            UnsupportedTrainer: The policy's weights are quantised and cannot be trained.
         """
-        _check_whole(policy)
-        adapted = hasattr(policy, "unload")  # PEFT's, whose `base_model` holds the adapters
-        backbone = copy.deepcopy(policy).unload().base_model if adapted else None
+        _check_not_quantised(policy)
+        is_peft = hasattr(policy, "unload")  # `base_model` of a PEFT model still has the adapters
+        backbone = copy.deepcopy(policy).unload().base_model if is_peft else None
         backbone = backbone or copy.deepcopy(policy.base_model)
         return cls(backbone.requires_grad_(True), _hidden_size(policy)).to(_device(backbone))
 
     @classmethod
     def beside_adapters(cls, policy: Any) -> Self:
-        """Share what the policy does not train, and start from a copy of what it does.
+        """Share the frozen weights of a PEFT model, and copy the weights that it trains.
 
-        The modules are its own. Were its adapter one more of the policy's modules, each pass would
-        have to switch adapters, and whoever saves, fingerprints or trains those would find it.
-
-        Args:
-            policy: A PEFT model around a causal language model of transformers.
+        The critic has its own modules. A second adapter in the policy's modules would have to be
+        switched on and off in every forward, and would be saved and trained with the policy.
 
         Raises:
             UnsupportedTrainer: The policy trains all of its decoder, or nothing in it.
         """
         decoder = _decoder(policy)
-        # ALIAS: the very parameters of the policy, wherever their storage is moved later
+        # ALIAS: the policy's own parameter objects, so that they stay shared if their storage moves
         frozen: dict[int, Any] = {id(p): p for p in decoder.parameters() if not p.requires_grad}
         num_weights = len(list(decoder.parameters()))
         if len(frozen) in (0, num_weights):
             raise UnsupportedTrainer(
-                f"critic='adapter' shares the weights that the policy does not train, and has its "
-                f"own of the others; here {len(frozen)} of the decoder's {num_weights} are not "
-                "trained. Pass peft_config=LoraConfig(...) with layers of the decoder, or use "
-                "critic='model'"
+                "critic='adapter' shares the policy's frozen weights and copies the trained ones, "
+                f"but of the decoder's {num_weights} weights {len(frozen)} are not trained. Pass "
+                "peft_config=LoraConfig(...) with layers of the decoder, or set critic='model'"
             )
         backbone = copy.deepcopy(decoder, frozen)
         return cls(backbone, _hidden_size(policy)).to(_device(decoder))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, num_values: int) -> Tensor:
-        """Values at the last positions.
+        """(B, num_values) float32 values of the last `num_values` positions.
 
-        Args:
-            input_ids: (B, S).
-            attention_mask: (B, S), 0 for padding.
-            num_values: How many positions, from the last one backwards.
-
-        Returns:
-            (B, num_values), float32. Each reads its own token and those before it.
+        `input_ids` and `attention_mask` are (B, S). A value reads its own token and those before.
         """
         return _values(self.head, self.backbone, input_ids, attention_mask, num_values)
 
 
 class PolicyHead(nn.Module):
-    """A linear head on the policy's last hidden states, which learn nothing from it.
+    """A linear head on the policy's last hidden states, from which no gradient reaches the policy.
 
-    It starts and computes as that of `ValueModel`, and is called alike.
-
-    Args:
-        policy: A causal language model of transformers, or a PEFT model around one.
+    The head and the call are those of `ValueModel`.
     """
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
-        # In a tuple, where no module looks for parts: to train and to save is the policy's matter.
+        # A tuple hides it from `parameters` and `state_dict`: the policy trains and saves it.
         self._decoder = (_decoder(policy),)
         self.head = _zero_head(_hidden_size(policy)).to(_device(policy))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, num_values: int) -> Tensor:
-        """Values at the last positions, as `ValueModel.forward`."""
+        """See `ValueModel.forward`."""
         (decoder,) = self._decoder
         return _values(self.head, _detached(decoder), input_ids, attention_mask, num_values)
 
 
-# From a policy to the module that says the values.
+# Each builds the value model of a policy.
 VALUE_MODELS: dict[CriticKind, Callable[[Any], nn.Module]] = {
     "model": ValueModel.from_policy,
     "adapter": ValueModel.beside_adapters,
@@ -133,7 +113,7 @@ def _values(
 
 
 def _detached(decoder: nn.Module) -> Callable[..., Any]:
-    """The decoder as it is without dropout, gradients and checkpoints for them."""
+    """The decoder without dropout, gradients and gradient checkpointing."""
 
     @torch.no_grad()
     def run(**inputs: Any) -> Any:
@@ -154,19 +134,19 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _check_whole(policy: nn.Module) -> None:
+def _check_not_quantised(policy: nn.Module) -> None:
     parameters = policy.named_parameters()
-    # bitsandbytes may have 4-bit numbers in storage of any dtype.
+    # bitsandbytes can store 4-bit numbers in a floating-point dtype; it then sets `quant_state`.
     packed = [n for n, p in parameters if not p.is_floating_point() or hasattr(p, "quant_state")]
     if packed:
         raise UnsupportedTrainer(
-            f"critic='model' trains a copy of the policy, of which {len(packed)} weights are "
-            f"quantised, such as {packed[0]}; use critic='adapter', which shares them, or 'head'"
+            f"critic='model' trains a copy of the policy, but {len(packed)} weights are quantised, "
+            f"such as {packed[0]}; set critic='adapter', which shares them, or critic='head'"
         )
 
 
 def _zero_head(hidden_size: int) -> nn.Linear:
-    # Without its random start: the trainer's random numbers stay those of a run without critic.
+    # No random initialisation: the trainer draws the same random numbers as without a critic.
     head = nn.utils.skip_init(nn.Linear, hidden_size, 1)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -174,7 +154,7 @@ def _zero_head(hidden_size: int) -> nn.Linear:
 
 
 def _decoder(policy: Any) -> Any:
-    """The policy without its language-model head; with its adapters, if it has any."""
+    """The policy's decoder, including its adapters, without the language-model head."""
     causal = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     return causal.base_model
 
