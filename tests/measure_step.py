@@ -1,7 +1,7 @@
 """Time the kernels of a step: python tests/measure_step.py qwen3-8b warm-up 64x600 prefill
 
-Not a test. `ROWSxCONTEXT` times a decode step, `prefill` 32 prompts of 4,096 tokens. `warm-up` times
-what 256 rows of 16K tokens wait for before the first step, and must come first.
+Not a test. `ROWSxCONTEXT` times a decode step, `prefill` 32 prompts of 4,096 tokens. `warm-up`
+times what 256 rows of 16K tokens wait for before the first step, and must come first.
 """
 
 import sys

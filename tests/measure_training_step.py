@@ -3,8 +3,8 @@
     PYTHONPATH=.:examples python tests/measure_ranks_model.py /tmp/made
     PYTHONPATH=.:examples python tests/measure_training_step.py /tmp/made --generator close
 
-Random weights almost never draw an EOS, so every completion has --new-tokens tokens. Prints one line
-of JSON.
+Random weights almost never draw an EOS, so every completion has --new-tokens tokens. Prints one
+line of JSON.
 """
 
 import argparse

@@ -8,8 +8,8 @@ import pytest
 
 from trainers.adapter.ranks import Group, deal
 
-# Qwen3-1.7B on an H200, measured by `measure_ranks.py`: seconds of a step without reading KV, and of
-# reading a token's KV (112 KiB at 4.1 TB/s).
+# Qwen3-1.7B on an H200, measured by `measure_ranks.py`: seconds of a step without reading KV, and
+# of reading a token's KV (112 KiB at 4.1 TB/s).
 STEP_S, CONTEXT_S = 2.2e-3, 28e-9
 MOST, GROUP = 8192, 8
 

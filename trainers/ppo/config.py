@@ -105,9 +105,7 @@ class RolloutPPOConfig(GRPOConfig):
         },
     )
     value_epochs: int = field(default=1, metadata={"help": "Critic epochs per rollout."})
-    value_mini_batches: int = field(
-        default=1, metadata={"help": "Updates of the critic in each epoch."}
-    )
+    value_mini_batches: int = field(default=1, metadata={"help": "Critic updates per epoch."})
     value_clip: float | None = field(
         default=None,
         metadata={
