@@ -166,7 +166,7 @@ def test_embeddings_that_are_resized_later_are_refused():
 
 
 def test_experts_in_float32_are_refused():
-    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.experts.*are experts in float32"):
+    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.experts.*holds experts in float32"):
         batch_invariant_shapes(Twin(tiny.build("qwen3_moe")).base)
 
 
@@ -176,7 +176,7 @@ def test_a_router_whose_product_is_split_is_refused(monkeypatch):
     monkeypatch.setattr(
         "rollout.exact.setup._library_rows", lambda shape, *_: 600 if shape[0] == 4 else None
     )
-    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate chooses among 4 experts"):
+    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate routes to 4 experts"):
         batch_invariant_shapes(Twin(model).base)
 
 

@@ -140,9 +140,9 @@ def test_what_the_rollout_could_not_repeat_is_refused():
     module, query = torch.nn.Module(), torch.randn(1, HEADS, 1, DIM)
     key = torch.randn(1, KV_HEADS, 5, DIM)
     assert AttentionInterface()[EXACT_ATTENTION] is exact_attention_forward
-    with pytest.raises(UnsupportedModel, match="knows no KV cache"):
+    with pytest.raises(UnsupportedModel, match="cannot train with a KV cache"):
         exact_attention_forward(module, query, key, key, None)
-    with pytest.raises(UnsupportedModel, match=r"no dropout of 0\.1"):
+    with pytest.raises(UnsupportedModel, match=r"cannot train with dropout=0\.1"):
         exact_attention_forward(module, query, query, query, None, dropout=0.1)
 
 

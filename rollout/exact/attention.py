@@ -1,4 +1,4 @@
-"""The trainer's attention in exact mode: to the last bit what the rollout computes, and a backward.
+"""The trainer's attention in exact mode: bit-equal to the rollout's, with a backward.
 
 Shape letters: B rows, T tokens of a row or all of them packed, N runs, H query heads, K key/value
 heads, D head size.
@@ -30,26 +30,21 @@ def exact_attention(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within runs of packed tokens, each from its first token on.
+    """Causal attention within runs of packed tokens. A run is one sequence.
 
     Args:
-        query_THD: Queries.
-        keys_TKD: Keys.
-        values_TKD: Values.
         runs_N4: 0, first token, number of tokens, 0 of each run, int64.
-        longest: No run has more tokens.
-        scale: Multiplies the scores.
-        window: Tokens a query sees, itself included. `None`: all.
-        softcap: Caps the scores.
-        sinks_H: A score of each head that takes weight and has no value.
+        longest: Upper bound of tokens in a run.
+        window: Tokens that a query sees, itself included. `None`: all.
+        sinks_H: Attention sinks: an extra score for each head, without a value.
 
     Returns:
-        `(T, H, D)`, 0 for tokens of no run, and the natural logarithm of each query's sum of
-        weights, `(H, T)`, float32, inf for tokens of no run.
+        `(T, H, D)`, and the log-sum-exp of each query's scores, `(H, T)`, float32. Tokens outside
+        all runs get 0 and inf.
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if query_THD.is_cuda:
-        from rollout.kernels import paged_attention_triton as kernels  # not there on every CPU
+        from rollout.kernels import paged_attention_triton as kernels  # Triton may be missing
 
         states = (keys_TKD.contiguous(), values_TKD.contiguous())
         options |= {"longest": longest, "sinks_H": sinks_H, "with_lse": True}
@@ -60,7 +55,7 @@ def exact_attention(
     for run in _slices(runs_N4):
         query, keys, values = query_THD[run], keys_TKD[run], values_TKD[run]
         output[run] = _definition(query, keys, values, sinks_H, **options)
-    # The definition's backward asks for no logarithms.
+    # The backward of the plain definition does not read the log-sum-exp.
     return output, output.new_full((query_THD.shape[1], len(query_THD)), torch.inf).float()
 
 
@@ -79,10 +74,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, gradient_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients by cuDNN or torch's flash backward, from our output and logarithms.
+    """Gradients by cuDNN's or torch's flash backward, from our output and log-sum-exp.
 
-    Where neither serves by the plain definition, whose scores take memory of the square of a run's
-    length.
+    If neither supports the heads or scores, the plain definition runs. Its scores take memory
+    quadratic in the length of a run.
     """
     query, keys, values, output, lse_HT, runs_N4, sinks_H = ctx.saved_tensors
     saved, options = (query, keys, values, output, lse_HT), dict(ctx.options)
@@ -108,7 +103,7 @@ def _by_definition(
     runs_N4: Tensor,
     options: dict[str, Any],
 ) -> list[Tensor]:
-    """Gradients of queries, keys, values, and of sinks where there are any, run by run."""
+    """Gradients of queries, keys, values and any sinks, run by run."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs if tensor is not None]
     gradients = [torch.zeros_like(leaf) for leaf in leaves]
     for run in _slices(runs_N4):
@@ -128,19 +123,19 @@ exact_attention.register_autograd(_differentiate, setup_context=_save)
 def _definition(
     query_THD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, sinks_H: Tensor | None, **options: Any
 ) -> Tensor:
-    """One run by the function that defines the rollout's attention."""
+    """Attend within one run by the plain-torch function that defines the rollout's attention."""
     positions = torch.arange(len(query_THD), device=query_THD.device)[None]
     states = (query_THD[None], keys_TKD[None], values_TKD[None])
     return attend(*states, positions, sinks_H=sinks_H, **options)[0]
 
 
 def _slices(runs_N4: Tensor) -> list[slice]:
-    spans = runs_N4[:, 1:3].tolist()  # SYNC: the plain definition goes run by run
+    spans = runs_N4[:, 1:3].tolist()  # SYNC: the plain definition loops over runs on the host
     return [slice(start, start + count) for start, count in spans if count]
 
 
 def _bounds(runs_N4: Tensor, num_tokens: int) -> Tensor:
-    """Where runs, and the padding between them, begin; and where the last one ends, `(2N + 2,)`."""
+    """Starts of all runs and of the padding between them, and the end of the last, `(2N + 2,)`."""
     starts, counts = runs_N4[:, 1], runs_N4[:, 2]
     inner = torch.stack([starts, starts + counts], dim=1).flatten()
     zero = inner.new_zeros(1)
@@ -162,34 +157,27 @@ def exact_attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the trainer's model in exact mode.
+    """Transformers calls this in each attention layer of the trainer's model.
+
+    `query` is `(B, H, T, D)`; `key` and `value` are `(B, K, T, D)`; the output is `(B, T, H, D)`.
 
     Args:
         module: The attention layer.
-        query: `(B, H, T, D)`.
-        key: `(B, K, T, D)`.
-        value: `(B, K, T, D)`.
-        attention_mask: True where a token is real, `(B, T)`, in one piece a row. `None`: all are.
-        scaling: Multiplies the scores. `None`: `D ** -0.5`.
-        sliding_window: Tokens a query sees, itself included. `None`: all.
-        softcap: Caps the scores (Gemma 2).
-        s_aux: Sinks, `(H,)` (gpt-oss).
-        dropout: Must be 0.
-        cu_seq_lens_q: Where packed sequences begin, and where the last one ends; with B = 1.
-        others: What changes no result here.
-
-    Returns:
-        `(B, T, H, D)`, and no attention weights.
+        attention_mask: `(B, T)`, true for real tokens, which are contiguous in each row. `None`:
+            all tokens are real.
+        s_aux: Attention sinks, `(H,)` (gpt-oss).
+        cu_seq_lens_q: Starts of packed sequences and the end of the last one, with B = 1.
+        others: Do not change the result.
 
     Raises:
-        UnsupportedModel: The rollout could not compute the same.
+        UnsupportedModel: The rollout cannot compute the same.
     """
     batch, _, tokens, dim = query.shape
     if dropout or key.shape[2] != tokens:
-        reason = f"dropout of {dropout}" if dropout else "KV cache"
+        reason = f"dropout={dropout}" if dropout else "a KV cache"
         raise UnsupportedModel(
-            f"{type(module).__name__}: on_policy='exact' knows no {reason}; set dropout to 0 and "
-            "use_cache=False, or on_policy='close'"
+            f"{type(module).__name__}: on_policy='exact' cannot train with {reason}; set "
+            "dropout to 0 and use_cache=False, or set on_policy='close'"
         )
     runs_N4 = _runs(attention_mask, cu_seq_lens_q, batch, tokens, query.device)
     query_THD, keys_TKD, values_TKD = (
@@ -204,7 +192,7 @@ def exact_attention_forward(
 def _runs(
     mask_BT: Tensor | None, bounds: Tensor | None, batch: int, tokens: int, device: torch.device
 ) -> Tensor:
-    """The runs of real tokens in a batch, `(N, 4)`; see `exact_attention`."""
+    """Runs of real tokens in a batch, as `exact_attention` takes them."""
     if bounds is not None:
         starts, counts = bounds[:-1].long(), bounds.diff().long()
     else:
@@ -218,7 +206,7 @@ def _runs(
 
 
 def _padding_mask(*_: Any, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
-    """Transformers' hook for masks: the batch's own, `(B, T)`."""
+    """Hand the batch's own mask, `(B, T)`, to the attention function; build no 4-D mask."""
     return attention_mask
 
 

@@ -1,9 +1,9 @@
-"""What a compiler leaves to kernels that round as torch's do, so that layers give its bits.
+"""Compiling decoder layers in exact mode, so that they give the bits of eager torch.
 
-A compiler adds up in another order than torch's reductions, and computes activations by other
-formulas. Norms and gated activations, of which a decoder layer has a handful, are kernels of ours
-where those are seen to give torch's bits, and torch's own elsewhere. Everything else is rounded one
-operation at a time, as torch does it.
+torch.compile would sum in another order than torch's reductions and use other formulas for
+activations. So norms and gated activations stay opaque to it. They run in kernels of ours if a
+check shows that these give torch's bits, else in torch's own. The compiler rounds everything else
+after each operation, as eager torch does.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ _CHECKED_ROWS = (32, 2048)
 
 
 class _ExactReductions(CustomGraphPass):
-    """Leaves means to torch's kernel; joins our kernels with the sums and products beside them."""
+    """Sends means to torch's kernel, and fuses our kernels with the adjacent sum or product."""
 
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
@@ -48,7 +48,7 @@ options: dict[str, Any] = {
 
 
 def _join_sum(graph: Graph, norm: Node) -> None:
-    """One kernel for a residual sum and the norm of it."""
+    """Fuse a residual sum and its norm."""
     total, weight, eps = norm.args
     if not isinstance(total, Node) or total.target is not _aten.add.Tensor or total.kwargs:
         return
@@ -70,7 +70,7 @@ def _join_sum(graph: Graph, norm: Node) -> None:
 
 
 def _join_activation(graph: Graph, product: Node) -> None:
-    """One kernel for SiLU and what it gates."""
+    """Fuse SiLU and the product with its other half."""
     gate, up = product.args
     if not isinstance(gate, Node) or not isinstance(up, Node) or len(gate.users) > 1:
         return
@@ -89,33 +89,33 @@ def _join_activation(graph: Graph, product: Node) -> None:
 
 
 class ExactActivation(nn.Module):
-    """An activation that no compiler looks into."""
+    """An activation that is opaque to torch.compile."""
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
         self.index = _index(plain)
 
     def forward(self, states: Tensor) -> Tensor:
-        """What the activation itself would return."""
+        """Return what the activation returns."""
         return activation(states, self.index)
 
 
 class ExactRMSNorm(nn.Module):
-    """A norm by a kernel of ours, which gives its bits."""
+    """An RMSNorm in our kernel, bit-equal to the module that it replaces."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
-        # ALIAS: the same weight, under the same name
+        # ALIAS: shares the weight with the replaced module, under the same name
         self._parameters = plain._parameters
         self.eps = _eps(plain)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What the norm itself would return."""
+        """Return what the norm returns."""
         return rms_norm(hidden_states, self.weight, self.eps)
 
 
 def opaque_modules(layers: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """For parts of decoder layers that a compiler would round otherwise than torch, ours."""
+    """Replacements for modules of decoder layers that torch.compile would round differently."""
     modules: dict[nn.Module, nn.Module] = {}
     for module in (module for layer in layers for module in layer.modules()):
         plain = getattr(module, "act_fn", None)
@@ -126,12 +126,12 @@ def opaque_modules(layers: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
     return modules
 
 
-# Activations that a kernel of ours computes together with what they gate.
+# Indices of activations that our kernel fuses with the product behind them.
 _joined_activations: set[int] = set()
 
 
 def _index(module: nn.Module) -> int:
-    """The number of an activation, one for each class."""
+    """Index of an activation's class in `activations`."""
     for index, known in enumerate(activations):
         if type(known) is type(module):
             return index
@@ -143,7 +143,7 @@ def _index(module: nn.Module) -> int:
 
 @cache
 def _silu_and_mul_is_exact() -> bool:
-    """Whether our kernel gives torch's bits, for every 16 bit number."""
+    """Whether our kernel gives torch's bits for every finite bfloat16 number."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     gate = every[every.isfinite()].to("cuda" if torch.cuda.is_available() else "cpu")
     pairs = ((gate, gate.flip(0)), (gate.float() / 3, gate.flip(0).float()))
@@ -155,7 +155,7 @@ def _eps(norm: Any) -> Any:
 
 
 def _is_our_norm(module: Any) -> bool:
-    """Whether our kernel gives this norm's bits."""
+    """Whether our kernel is bit-equal to this norm."""
     if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None:
         return False
     kind, weight = cast(Any, type(module)), module.weight
@@ -165,7 +165,7 @@ def _is_our_norm(module: Any) -> bool:
 @cache
 @torch.no_grad()
 def _rms_norm_is_exact(kind: Any, size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """The same of a class of norms, by trying it on random numbers."""
+    """Compare our kernel with a class of norms on random numbers."""
     norm = kind(size).to(device, dtype)
     generator = torch.Generator(device).manual_seed(0)
     norm.weight.normal_(generator=generator)

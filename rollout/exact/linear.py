@@ -1,7 +1,7 @@
-"""Linear layers whose products of some sizes a library would add up in another order.
+"""Batch-invariant linear layers: a row's output has the same bits for any number of rows.
 
-A product of few outputs is split over the GPU and its parts are added up, depending on the number
-of rows. Where exact mode finds such a layer, trainer and rollout compute it by one kernel.
+cuBLASLt splits a product with few outputs along its inner dimension (split-K), depending on the
+number of rows. Trainer and rollout run such layers in one kernel of ours.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 Shape = tuple[int, int]
-"""Outputs and inputs of a linear layer."""
+"""Output and input features of a linear layer."""
 
 InvariantShapes = Mapping[Shape, int]
-"""Shapes whose products are ours, and for each the rows from which the library's are the same."""
+"""Shapes that our kernel runs, and for each the rows from which cuBLASLt gives the same bits."""
 
 
 @torch.library.custom_op("twinslot::batch_invariant_linear", mutates_args=())
@@ -44,7 +44,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients by the library's products: exactness is the forward's alone."""
+    """Gradients by plain matrix products: only the forward has to be exact."""
     states, weight = ctx.saved_tensors
     flat = gradient.flatten(0, -2)
     for_states = gradient @ weight if ctx.needs_input_grad[0] else None
@@ -58,16 +58,10 @@ _batch_invariant_linear.register_autograd(_differentiate, setup_context=_save)
 def batch_invariant_linear(
     states: Tensor, weight: Tensor, bias: Tensor | None, library_rows: int
 ) -> Tensor:
-    """`linear(states, weight, bias)`, each row in one order of adding up.
+    """`linear(states, weight, bias)`, batch-invariant, in autocast's dtype as `linear` returns it.
 
-    Args:
-        states: `(..., inputs)`.
-        weight: `(outputs, inputs)`.
-        bias: `(outputs,)`.
-        library_rows: With so many rows and more the library's product has the same bits and runs.
-
-    Returns:
-        `(..., outputs)`, in autocast's dtype where there is one, as `linear` does it.
+    `weight` is `(outputs, inputs)`. With `library_rows` rows or more, cuBLASLt gives the same bits
+    and runs the product.
     """
     dtype, kind = weight.dtype, states.device.type
     if torch.is_autocast_enabled(kind):
@@ -82,18 +76,16 @@ class BatchInvariantLinear(nn.Linear):
     library_rows: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the layer itself would return."""
+        """Return what `nn.Linear` returns, batch-invariant."""
         return batch_invariant_linear(input, self.weight, self.bias, self.library_rows)
 
 
 def patch_forwards(base: nn.Module, shapes: InvariantShapes) -> Callable[[], None]:
-    """Let the trainer's linear layers of these shapes compute by `batch_invariant_linear`.
+    """Run the trainer's linear layers of these shapes in `batch_invariant_linear`.
 
-    Hooks, optimizers and adapters hold on to the trainer's modules, so these stay. Each gets a
-    `forward` of its own: a bound method, of which a compiler makes one graph for all layers.
-
-    Returns:
-        What undoes it; a `forward` that a layer had of its own comes back.
+    Hooks, optimizers and adapters refer to the trainer's modules, so the modules stay and get a
+    `forward` on the instance. It is a bound method: torch.compile then makes one graph for all
+    layers. The returned function undoes it and restores an instance `forward` set before.
     """
     before = {}
     for layer in base.modules():
@@ -113,5 +105,5 @@ def patch_forwards(base: nn.Module, shapes: InvariantShapes) -> Callable[[], Non
 
 
 def shape_of(layer: nn.Linear) -> Shape:
-    """Outputs and inputs of a layer."""
+    """Output and input features."""
     return layer.weight.shape[0], layer.weight.shape[1]

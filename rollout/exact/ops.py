@@ -1,4 +1,4 @@
-"""Operators of compiled layers that give torch's bits, each one node to a compiler."""
+"""Operators with torch's bits for compiled layers; each is one opaque node to torch.compile."""
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def _fake_add_rms_norm(
 def add_rms_norm(
     states: Tensor, added: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum of two, and its norm."""
+    """The sum `states + added`, and its RMSNorm."""
     if states.is_cuda:
         from rollout.kernels import rms_norm_triton as kernel  # as above
 
@@ -54,7 +54,7 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
-# By number: a compiler's graph holds no function.
+# A compiled graph holds numbers, not functions, so activations are passed by index.
 activations: list[nn.Module] = []
 
 
@@ -64,7 +64,7 @@ def _fake_activation(states: Tensor, index: int) -> Tensor:
 
 @custom_op(_fake_activation)
 def activation(states: Tensor, index: int) -> Tensor:
-    """What the activation of this number makes of `states`."""
+    """`activations[index](states)`."""
     return activations[index](states)
 
 

@@ -1,4 +1,4 @@
-"""What exact mode asks of the trainer and of its products."""
+"""Exact mode: prepares the trainer's model, and finds products that are not batch-invariant."""
 
 import logging
 import sys
@@ -22,35 +22,33 @@ from rollout.support import base_of, configs_of, experts_of, has_layers
 
 logger = logging.getLogger(__name__)
 
-# Batches of fewer rows are padded: below, cuBLASLt splits what it does not split above.
+# Smaller batches are padded: with fewer rows, cuBLASLt splits products that it otherwise does not.
 LEAST_ROWS = 32
 
-# Rows of a product: every padded size of a rollout, and some of a prefill and of a trainer.
+# Numbers of rows to try: every padded decode size, and some sizes of prefill and training.
 _SIZES = (*range(LEAST_ROWS, 256, 8), *range(256, 513, 16))
 _SIZES += (777, 1024, 2048, 3000, 4096, 8192, 9600, 16_384)
 
-# A product as wide as a vocabulary is looked at up to fewer rows, in 512 MiB of 16 bit.
+# Caps rows * outputs, 512 MiB in 16 bits, so that the head is tried with fewer rows.
 _MOST_NUMBERS = 2**28
 
 
 def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> Callable[[], None]:
-    """Let the trainer's model compute what the rollout does.
+    """Make the trainer's model compute what the rollout computes; return a function that undoes it.
 
-    It attends by our kernel; positions count from a row's first real token, as they do in a
-    rollout; and products go through cuBLASLt, whose rows do not depend on their number, or where
-    they do through ours: those of the shapes that `batch_invariant_shapes` has found.
-
-    Returns:
-        What undoes it.
+    - Attention runs in the rollout's kernel.
+    - Positions count from a row's first real token, as in a rollout, not from its padding.
+    - Products run in cuBLASLt. Those of `shapes`, see `batch_invariant_shapes`, run in our kernel.
 
     Raises:
-        UnsupportedModel: It has dropout, or 4-bit layers.
+        UnsupportedModel: The model has dropout or 4-bit layers.
     """
     base: Any = base_of(model)
     _check_quantised(base)
     for name in _dropouts(model):
         raise UnsupportedModel(
-            f"{name} has dropout, and a rollout has none; set it to 0, or on_policy='close'"
+            f"on_policy='exact': {name} has dropout and a rollout has none; set it to 0, or set "
+            "on_policy='close'"
         )
     undo = ExitStack()
     undo.callback(_use_exact_attention(base))
@@ -71,7 +69,7 @@ def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> 
 
 
 def _use_exact_attention(base: Any) -> Callable[[], None]:
-    """Let each attention layer attend by our kernel; what undoes it."""
+    """Switch all attention layers to our kernel; return a function that undoes it."""
     before = [(config, config._attn_implementation) for config in configs_of(base)]
     base.set_attn_implementation(EXACT_ATTENTION)
     for config, _ in before:
@@ -85,7 +83,7 @@ def _use_exact_attention(base: Any) -> Callable[[], None]:
 
 
 def _dropouts(model: nn.Module) -> Iterator[str]:
-    """Names of what drops something while the trainer trains."""
+    """Names of modules with dropout in training mode."""
     for name, module in model.named_modules():
         rate = module.p if isinstance(module, nn.Dropout) else 0.0
         if rate or getattr(module, "attention_dropout", 0.0):
@@ -93,7 +91,7 @@ def _dropouts(model: nn.Module) -> Iterator[str]:
 
 
 def _count_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Positions from the mask, where the caller gives none: transformers would count padding."""
+    """Add positions from the mask if the caller gave none: transformers would count padding."""
     mask = kwargs.get("attention_mask")
     if kwargs.get("position_ids") is None and isinstance(mask, Tensor) and mask.dim() == 2:
         kwargs["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -101,7 +99,7 @@ def _count_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _prefer_cublaslt(base: nn.Module) -> Any:
-    """Set it where the model lives on a GPU; what was set before."""
+    """Prefer cuBLASLt if the model is on a GPU; return the library preferred before."""
     if next(base.parameters()).device.type != "cuda":
         return None
     before = torch.backends.cuda.preferred_blas_library()
@@ -111,22 +109,18 @@ def _prefer_cublaslt(base: nn.Module) -> Any:
 
 @torch.no_grad()
 def batch_invariant_shapes(base: nn.Module) -> InvariantShapes:
-    """See that a row of a product has the same bits whatever the number of rows.
+    """Find the shapes of linear layers whose cuBLASLt products depend on the number of rows.
 
-    Each distinct shape of linear layer, the twin's fused ones and the trainer's own, is run at
-    every size that a rollout or a trainer may have, on random numbers. Where cuBLASLt's products
-    differ, ours take their place on both sides: below the size from which on its products have
-    the same bits as ours, or always. cuBLASLt stays preferred in the process.
+    Runs each shape, of single and of joined layers, on random numbers with every number of rows
+    that rollout and training may use. Call it under the twin's autocast. cuBLASLt stays preferred
+    in this process.
 
     Args:
-        base: The twin's tree, on a GPU. To be called under the twin's autocast.
-
-    Returns:
-        The shapes whose products are ours.
+        base: The twin's tree, on a GPU.
 
     Raises:
-        UnsupportedModel: It has 4-bit layers, or experts whose choice or products depend on how
-            many rows meet.
+        UnsupportedModel: The model has 4-bit layers, or experts whose routing or products depend on
+            the number of rows.
     """
     device = next(base.parameters()).device
     _prefer_cublaslt(base)
@@ -138,7 +132,7 @@ def batch_invariant_shapes(base: nn.Module) -> InvariantShapes:
         if library_rows is not None:
             shapes[shape] = max(library_rows, shapes.get(shape, 0))
             rows = "any number of" if library_rows == sys.maxsize else f"up to {library_rows - 1}"
-            text = "products like that of %s, %s, are split by their size: of %s rows ours run"
+            text = "cuBLASLt splits products like %s, %s: with %s rows our kernel runs them"
             logger.info(text, name, shape, rows)
     return shapes
 
@@ -146,29 +140,29 @@ def batch_invariant_shapes(base: nn.Module) -> InvariantShapes:
 def _check_quantised(base: nn.Module) -> None:
     if has_layers("Linear4bit", base):
         raise UnsupportedModel(
-            "on_policy='exact': its 4-bit layers (bitsandbytes' Linear4bit) multiply one row by "
-            "another kernel than many; load it in bfloat16, or on_policy='close'"
+            "on_policy='exact': 4-bit layers (bitsandbytes' Linear4bit) multiply one row in "
+            "another kernel than many rows; load the model in bfloat16, or set on_policy='close'"
         )
 
 
 def _check_experts(base: nn.Module, device: torch.device) -> None:
-    """Refuse experts in float32, and routers whose products no kernel of ours replaces."""
+    """Refuse float32 experts, and routers whose products depend on the number of rows."""
     for name, parameter in experts_of(base):
         if parameter.dtype == torch.float32:
             raise UnsupportedModel(
-                f"{name} are experts in float32, which autocast leaves so and whose products "
-                "round by the number of rows; load the model in bfloat16, or on_policy='close'"
+                f"on_policy='exact': {name} holds experts in float32, whose products round by the "
+                "number of rows; load the model in bfloat16, or set on_policy='close'"
             )
     for (shape, dtype), name in _routers(base).items():
         if _library_rows(shape, dtype, device) is not None:
             raise UnsupportedModel(
-                f"{name} chooses among {shape[0]} experts by a product that cuBLASLt splits by the "
-                "number of rows; on_policy='close' runs it"
+                f"on_policy='exact': {name} routes to {shape[0]} experts by a product that "
+                "cuBLASLt splits by the number of rows; set on_policy='close'"
             )
 
 
 def _routers(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
-    """What multiplies by a matrix and is no linear layer, and the first module that does."""
+    """Shape and dtype of each matrix outside linear layers, and the first module that has it."""
     routers: dict[tuple[Shape, torch.dtype], str] = {}
     for name, module in base.named_modules():
         weight = module._parameters.get("weight")
@@ -179,7 +173,7 @@ def _routers(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
 
 
 def _products(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
-    """What is multiplied by, alone as the trainer does and by groups, and the first layer to."""
+    """Shape and dtype of each linear product, single or joined, and the first layer that has it."""
     products: dict[tuple[Shape, torch.dtype], str] = {}
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear):
@@ -191,7 +185,7 @@ def _products(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
 
 
 def _library_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> int | None:
-    """Rows from which on the library's bits are ours; `None`: it is batch-invariant itself."""
+    """Rows from which cuBLASLt's bits equal our kernel's; `None`: it is batch-invariant itself."""
     generator = torch.Generator(device).manual_seed(0)
     outputs, inputs = shape
     sizes = [size for size in _SIZES if size * outputs <= _MOST_NUMBERS]
