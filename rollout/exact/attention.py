@@ -44,7 +44,7 @@ def exact_attention(
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if query_THD.is_cuda:
-        from rollout.kernels import paged_attention_triton as kernels  # Triton may be missing
+        from rollout.kernels import paged_attention_triton as kernels  # may be missing on a CPU
 
         states = (keys_TKD.contiguous(), values_TKD.contiguous())
         options |= {"longest": longest, "sinks_H": sinks_H, "with_lse": True}

@@ -25,9 +25,8 @@ def _batch_invariant_linear(
 ) -> Tensor:
     if not states.is_cuda or states.numel() // states.shape[-1] >= library_rows:
         return linear(states, weight, bias)
-    from rollout.kernels.batch_invariant_linear_triton import (
-        batch_invariant_linear,  # Triton is not there on every CPU
-    )
+    # Imported here: a machine without a GPU may lack Triton.
+    from rollout.kernels.batch_invariant_linear_triton import batch_invariant_linear
 
     return batch_invariant_linear(states, weight, bias)
 

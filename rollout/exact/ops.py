@@ -25,7 +25,7 @@ def _fake_rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * (states / sqrt(mean(states ** 2) + eps))` over the last dimension."""
     if states.is_cuda:
-        from rollout.kernels import rms_norm_triton as kernel  # Triton is not there on every CPU
+        from rollout.kernels import rms_norm_triton as kernel  # Triton may be missing on a CPU
 
         return kernel.rms_norm(states, weight, eps)[0]
     wide = states.float()

@@ -61,9 +61,9 @@ def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> 
     undo.callback(patch_forwards(base, shapes or {}))
     logger.warning(
         "on_policy='exact': the trainer's model now attends by %s and counts positions from a "
-        "row's first real token%s; detach() undoes it",
+        "row's first real token%s. This is intended; detach() undoes it",
         EXACT_ATTENTION,
-        "" if library is None else ", and products go through cuBLASLt or are never split",
+        "" if library is None else ", and multiplies by cuBLASLt or batch-invariant kernels",
     )
     return undo.close
 
@@ -132,7 +132,7 @@ def batch_invariant_shapes(base: nn.Module) -> InvariantShapes:
         if library_rows is not None:
             shapes[shape] = max(library_rows, shapes.get(shape, 0))
             rows = "any number of" if library_rows == sys.maxsize else f"up to {library_rows - 1}"
-            text = "cuBLASLt splits products like %s, %s: with %s rows our kernel runs them"
+            text = "%s %s: the batch size changes cuBLASLt's bits, so our kernel runs %s rows"
             logger.info(text, name, shape, rows)
     return shapes
 

@@ -189,7 +189,7 @@ class Twin:
 
     def stop_compiling(self, reason: Exception) -> None:
         """Run decoder layers eagerly from now on, and log a warning."""
-        text = "decoder layers cannot be compiled and run eagerly: correct, but slower. Reason: %s"
+        text = "decoder layers cannot be compiled, so they run eagerly (correct, but slower): %s"
         logger.warning(text, str(reason).strip().partition("\n")[0])
         self.compiled = False
         if self._exact:  # norms and activations were replaced as well
