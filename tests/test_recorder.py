@@ -1,4 +1,4 @@
-"""Counts of one rollout, and who else is told of its batches."""
+"""Counts of one rollout, and the observers of its batches."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,6 @@ CONFIG = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=9)
 
 
 class Witness(Observer):
-    """Keeps what it was told."""
-
     def __init__(self):
         self.calls, self.batches, self.num_bytes, self.completions = [], [], 0, []
 
@@ -80,7 +78,7 @@ def test_each_batch_is_planned_launched_and_settled_in_that_order(num_slots):
     config = EngineConfig(max_rows=3, page_tokens=4, num_slots=num_slots)
     with RolloutEngine(tiny.build(), config) as engine:
         witness = observed(engine, tiny.prompts(5), SamplingParams(max_new_tokens=4))
-        engine.generate(tiny.prompts(2), SamplingParams(max_new_tokens=2))  # not told of
+        engine.generate(tiny.prompts(2), SamplingParams(max_new_tokens=2))  # not observed
     steps = [(call, batch) for call, batch in witness.calls if batch is not None]
     for batch in witness.batches:
         assert [call for call, each in steps if each is batch] == ["planned", "launched", "settled"]

@@ -1,4 +1,4 @@
-"""What a request may ask for, and what the nouns promise."""
+"""Which requests are accepted, and what the request classes promise."""
 
 import copy
 import pickle
@@ -95,7 +95,7 @@ def test_an_unknown_name_gets_the_right_one(name, hint):
         ({}, Draw.PLAIN),
         ({"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1}, Draw.PLAIN),
         ({"temperature": 0.3, "eos_token_ids": (2,)}, Draw.PLAIN),
-        ({"min_new_tokens": 3}, Draw.PLAIN),  # nothing could end it before
+        ({"min_new_tokens": 3}, Draw.PLAIN),  # no EOS, so nothing to suppress
         ({"top_k": 5}, Draw.FILTERED),
         ({"top_p": 0.99}, Draw.FILTERED),
         ({"min_p": 0.01}, Draw.FILTERED),
@@ -157,7 +157,7 @@ def test_a_rows_most_tokens_are_prompt_and_longest_completion():
 def test_nouns_with_arrays_compare_by_identity():
     sampling = SamplingParams(max_new_tokens=1)
     one, other = (Request(np.array([1, 2]), sampling) for _ in range(2))
-    assert one != other  # and no error from comparing arrays
+    assert one != other  # comparing arrays must not raise
     assert len({one, other}) == 2
 
 

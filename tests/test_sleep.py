@@ -1,4 +1,4 @@
-"""Sleep gives memory back, and waking changes no token; nothing leaks over many rollouts."""
+"""Sleep frees memory, waking changes no token, and many rollouts leak nothing."""
 
 import gc
 import logging
@@ -43,7 +43,6 @@ def rows_of(completions):
 
 
 def allocated(engine):
-    """Bytes of pages and of cast weights."""
     pages, twin = engine.worker.kv_cache.num_bytes, engine.worker.twin
     return pages, 0 if twin.missing_bytes else twin.shadow_bytes
 
@@ -165,11 +164,11 @@ def test_pages_leave_room_for_the_cast_weights_that_come_back_before_them(monkey
         engine.generate(*work())
         prefill = engine.worker.plan().workspaces
     assert prefill > 0
-    # Each rollout asks; after the first one, so does the plan, and the one above.
+    # Each rollout asks once; after the first, the plan and the call above ask, too.
     assert [room + prefill for room in asked] == [0, pages, pages, -cast, pages]
 
 
-# --- beginnings of rows
+# --- prefixes
 
 
 def test_known_beginnings_survive_growth_and_never_a_sleep():
@@ -179,7 +178,7 @@ def test_known_beginnings_survive_growth_and_never_a_sleep():
         pages = engine.worker.kv_cache.num_pages
         grown = engine.generate([prompt] * 4, greedy, same_weights=True)
         assert engine.worker.kv_cache.num_pages > pages
-        assert engine.stats.prefilled_tokens == 15 - 12  # all but the three full pages, once
+        assert engine.stats.prefilled_tokens == 15 - 12  # all except the three full pages, once
         engine.sleep()
         slept = engine.generate([prompt], greedy, same_weights=True)
         assert engine.stats.prefilled_tokens == 15
@@ -205,7 +204,7 @@ def test_rows_that_are_live_survive_growth():
 
 
 def test_what_new_pages_hold_has_no_influence(monkeypatch):
-    """Not even NaN, as nothing clears them."""
+    """Nothing clears new pages, so they may hold even NaN."""
     with RolloutEngine(tiny.build(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
     fakes.poison_new_pages(monkeypatch)
@@ -215,7 +214,7 @@ def test_what_new_pages_hold_has_no_influence(monkeypatch):
         assert rows_of(engine.generate(*work())) == wanted
 
 
-# --- what is said and counted
+# --- logs and counts
 
 
 def test_the_plan_is_logged_once_before_the_first_batch(caplog):
@@ -288,7 +287,7 @@ def test_hundreds_of_rollouts_and_updates_leak_nothing():
                 tensors.add(count_tensors())
                 files.add(len(os.listdir("/proc/self/fd")))
             if cycle == 300:
-                tracemalloc.start()  # which slows everything down
+                tracemalloc.start()  # slow, so only now
             if cycle in (400, 500):
                 gc.collect()
                 traced.append(tracemalloc.get_traced_memory()[0])

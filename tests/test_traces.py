@@ -1,4 +1,4 @@
-"""What a traced rollout leaves, and which rollouts are traced."""
+"""The files of a traced rollout, and which rollouts are traced."""
 
 import json
 import sys
@@ -108,7 +108,7 @@ def test_a_trace_is_every_batch_in_microseconds():
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names == list(timeline.TRACKS)
     tracks = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
-    assert min(tracks.values()) == 1  # Perfetto keeps 0 for itself
+    assert min(tracks.values()) == 1  # Perfetto reserves 0
     spans = [(event["tid"], event["name"]) for event in events if event["ph"] == "X"]
     kinds = {name: {kind for tid, kind in spans if tid == tracks[name]} for name in tracks}
     assert kinds == {
@@ -140,7 +140,7 @@ def test_one_batch_and_one_completion_are_drawn_too(tmp_path):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """What is drawn, instead of files."""
+    """Collect figures instead of writing files."""
     drawn = []
     monkeypatch.setattr(traces, "_save", lambda figure, path: drawn.append(figure))
     return drawn

@@ -1,4 +1,4 @@
-"""What the generator refuses of TRL, and what it leans on in the TRL that is installed."""
+"""What the generator refuses, and what it relies on in the installed TRL."""
 
 import copy
 import functools
@@ -85,7 +85,7 @@ def test_settings_are_refused_by_name_and_the_trainer_is_left_alone(tmp_path, ch
     assert not hasattr(trainer, "vllm_generation")
 
 
-# The fields of vLLM's SamplingParams, and what it had in earlier versions.
+# Fields of vLLM's SamplingParams, present and past.
 VLLM_NAMES = """
 n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
 stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs
@@ -156,7 +156,7 @@ def test_generation_kwargs_win_in_either_librarys_words(tmp_path):
     assert sampling.suppress_tokens == (3, 4)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling_of(trainer, room=2).min_new_tokens == 2
-    trainer.args.generation_kwargs = {"num_beams": 1, "stop": None}  # of no effect
+    trainer.args.generation_kwargs = {"num_beams": 1, "stop": None}  # without effect
     trainer.top_p = trainer.top_k = trainer.repetition_penalty = None
     assert sampling_of(trainer).draw is Draw.PLAIN
 
@@ -165,7 +165,7 @@ def test_the_models_generation_config_never_wins_and_settings_are_logged_once(tm
     model = tiny.build()
     model.generation_config.update(do_sample=True, temperature=0.1, top_k=2, top_p=0.2, min_p=0.3)
     with caplog.at_level(logging.INFO, "trainers.adapter.sampling"):
-        for _ in range(2):  # each trainer has its line, though it is the same
+        for _ in range(2):  # each trainer logs its own line
             caplog.clear()
             trainer = trl_trainer.build(tmp_path, model, temperature=0.9, top_k=11)
             generator = trl_trainer.attach(trainer)
@@ -229,7 +229,7 @@ def test_a_trainer_learns_from_filtered_rollouts(tmp_path):
     assert len(seen) >= 24
     assert all(13 not in completion.token_ids for completion in seen)
     assert all(len(completion.token_ids) >= 3 for completion in seen)
-    # The trainer scores the same tokens over the full vocabulary, so the two sides agree.
+    # The trainer also scores over the full vocabulary, so both sides agree.
     gaps = trl_trainer.logged(trainer, "sampling/sampling_logp_difference/max")
     assert max(gaps) < 1e-4
 
@@ -268,7 +268,7 @@ def test_a_trainer_is_copied_without_its_generator_and_its_parts_at_any_time(tmp
 
 
 def fsdp(**changes):
-    """What FSDP2 leaves on a trainer, with other settings of its plugin."""
+    """What FSDP2 leaves on a trainer, with changed plugin settings."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     for name, value in changes.items():
         setattr(plugin, name, value)
@@ -276,7 +276,7 @@ def fsdp(**changes):
 
 
 def zero(**config):
-    """What ZeRO-3 leaves, as far as it can be seen without DeepSpeed; `config` in its words."""
+    """What ZeRO-3 leaves on a trainer, without DeepSpeed; `config` is DeepSpeed's."""
     offload = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_optimization": {"stage": 3, **offload}, **config}
     plugin = SimpleNamespace(deepspeed_config=config)
