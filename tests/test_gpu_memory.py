@@ -131,10 +131,7 @@ def test_graphs_survive_growth_under_live_rows(caplog):
     prompts, sampling, seeds = work()
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         wanted = rows_of(engine.generate(prompts, sampling, seeds))
-    with (
-        caplog.at_level(logging.INFO),
-        RolloutEngine(on_gpu(), CONFIG) as engine,
-    ):
+    with caplog.at_level(logging.INFO), RolloutEngine(on_gpu(), CONFIG) as engine:
         done, sizes = {}, set()
         for row in zip(prompts, sampling, seeds, strict=True):
             engine.submit(*row)

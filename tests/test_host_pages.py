@@ -149,8 +149,7 @@ def test_a_row_comes_back_to_what_it_left_whoever_shares_it(work):
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["no host page is left", "copied once for several rows", "brought back", "still there"],
+    "place", ["no host page is left", "copied once for several rows", "brought back", "still there"]
 )
 def test_works_come_by_the_hard_places(place):
     once = settings(max_examples=5000, phases=[Phase.generate], database=None)

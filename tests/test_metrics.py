@@ -30,9 +30,7 @@ class Ranks:
 def trainer(mode="token_truncate", accelerator=None):
     metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     return SimpleNamespace(
-        accelerator=accelerator or Ranks(),
-        vllm_importance_sampling_mode=mode,
-        _metrics=metrics,
+        accelerator=accelerator or Ranks(), vllm_importance_sampling_mode=mode, _metrics=metrics
     )
 
 
@@ -91,10 +89,7 @@ def test_tokens_of_tools_do_not_count():
 
 @pytest.mark.parametrize(
     ("mode", "ratios"),
-    [
-        ("token_truncate", [math.e, 1.0, math.exp(2.0)]),
-        ("sequence_mask", [math.e, math.exp(2.0)]),
-    ],
+    [("token_truncate", [math.e, 1.0, math.exp(2.0)]), ("sequence_mask", [math.e, math.exp(2.0)])],
 )
 def test_the_raw_ratio_is_trls_before_clipping(mode, ratios):
     output = scored(torch.tensor([[1.0, 0.0], [2.0, 7.0]]), torch.tensor([[1, 1], [1, 0]]))

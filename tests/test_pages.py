@@ -34,8 +34,7 @@ def make_pool(num_pages: int) -> PageAllocator:
 
 # An operation, and a number that selects its amount or row.
 asked = st.tuples(
-    st.sampled_from(["grow", "allocate", "allocate", "share", "free"]),
-    st.integers(0, 12),
+    st.sampled_from(["grow", "allocate", "allocate", "share", "free"]), st.integers(0, 12)
 )
 
 

@@ -292,18 +292,22 @@ def test_a_stream_that_is_closed_early_drops_its_rows():
 
 
 @pytest.mark.parametrize("part", [HostPages, Admitter])
-def test_an_interrupt_while_a_stream_is_closed_leaves_an_idle_engine(monkeypatch, part):
+@pytest.mark.parametrize("call", ["close", "sleep"])
+def test_an_interrupt_in_stream_close_or_sleep_leaves_a_usable_engine(monkeypatch, part, call):
     with engine_for(tiny.build()) as engine:
+        wanted = [completion.token_ids for completion in engine.generate(*work())]
         stream = engine.stream(*work())
-        next(stream)
-        monkeypatch.setattr(
-            rollout.scheduler.scheduler, part.__name__, fakes.interrupted_once(part)
-        )
+        if call == "close":
+            next(stream)
+        interrupted = fakes.interrupted_once(part)
+        monkeypatch.setattr(rollout.scheduler.scheduler, part.__name__, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            stream.close()
+            (stream.close if call == "close" else engine.sleep)()
         assert not engine.busy
         engine.scheduler.check()
-        assert len(engine.generate(*work())) == 9
+        assert [completion.token_ids for completion in engine.generate(*work())] == wanted
+        engine.sleep()
+        assert engine.asleep
 
 
 def test_a_stream_says_at_once_what_is_wrong_and_begins_when_it_is_asked():

@@ -139,15 +139,6 @@ def test_a_terminal_shows_one_line_a_rollout_and_none_of_its_metrics(
     )  # a closed bar prints nothing
 
 
-def test_other_ranks_print_nothing(tmp_path, monkeypatch, capsys):
-    trainer = trl_trainer.build(tmp_path)
-    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
-    generator = trl_trainer.attach(trainer)
-    trainer._generate(["xyz"] * 4)
-    generator.detach()
-    assert "rollout: " not in capsys.readouterr().out
-
-
 def test_a_callback_of_the_users_own_shows_what_it_likes(tmp_path, capsys):
     shown = []
 

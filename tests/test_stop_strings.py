@@ -186,8 +186,7 @@ def by_transformers(model, tokenizer, prompt, strings, max_new_tokens):
 def strings_of(prompt, text):
     """Substrings of a completion to stop at, and one that is not in it.
 
-    Substrings of the prompt's end or the first token are left out: transformers handles both
-    differently.
+    transformers also searches the prompt and treats the first token specially: both are left out.
     """
     pieces = [piece for piece in text[4:].split("\ufffd") if piece] or ["?"]
     wanted = pieces[len(pieces) // 2][:3], pieces[-1][-4:]

@@ -99,10 +99,7 @@ def test_real_families_are_refused_when_they_run(name, changes, message):
     ("name", "changes"),
     [
         ("phimoe", {**WINDOW, **EXPERTS, "sliding_window": 64}),  # no row outgrows this window
-        (
-            "gemma4_text",
-            {**WINDOW, "global_head_dim": 16},
-        ),  # all pages have one size
+        ("gemma4_text", {**WINDOW, "global_head_dim": 16}),  # all pages have one size
     ],
 )
 def test_real_families_near_those_run(name, changes):

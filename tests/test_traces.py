@@ -77,13 +77,14 @@ def test_of_the_rollouts_of_a_step_the_first_counts(tmp_path, trace, left):
         assert max(e["args"].get("rows", 0) for e in json.loads(text)["traceEvents"]) == 4
 
 
-def test_other_ranks_leave_nothing(tmp_path, monkeypatch):
+def test_other_ranks_leave_and_print_nothing(tmp_path, monkeypatch, capsys):
     trainer = trl_trainer.build(tmp_path)
     monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
     generator = trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, trace="last"))
     trainer._generate(["xyz"] * 4)
     generator.detach()
     assert not (tmp_path / "rollouts").exists()
+    assert "rollout: " not in capsys.readouterr().out
 
 
 def test_a_picture_that_fails_is_warned_of_and_ends_nothing(tmp_path, monkeypatch, caplog):

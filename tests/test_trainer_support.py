@@ -19,17 +19,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rollout import (
-    ConfigError,
-    EngineConfig,
-    RolloutError,
-    UnsupportedModel,
-    UnsupportedTrainer,
-)
+from rollout import ConfigError, EngineConfig, RolloutError, UnsupportedModel, UnsupportedTrainer
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
 from trainers.adapter.sampling import refused_settings, row_sampling
 from trainers.adapter.support import check_trainer, check_trl
+
+
+def extra(**settings):
+    return {"generation_kwargs": settings}
 
 
 @pytest.mark.parametrize(
@@ -42,35 +40,29 @@ from trainers.adapter.support import check_trainer, check_trl
             {"max_completion_length": None},
             "max_completion_length=None; set it to the largest number of tokens",
         ),
-        ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: must be at most"),
-        ({"generation_kwargs": {"stop": [""]}}, "string in stop_strings='': must be non-empty"),
-        ({"generation_kwargs": {"stop_strings": 5}}, "stop_strings=5: must be a non-empty list"),
-        ({"generation_kwargs": {"bad_words_ids": [3]}}, r"bad_words_ids=3: must be a tuple"),
+        (extra(min_new_tokens=99), "min_new_tokens=99: must be at most"),
+        (extra(stop=[""]), "string in stop_strings='': must be non-empty"),
+        (extra(stop_strings=5), "stop_strings=5: must be a non-empty list"),
+        (extra(bad_words_ids=[3]), r"bad_words_ids=3: must be a tuple"),
         (
-            {"generation_kwargs": {"bad_words_ids": [[9, 11]]}},
+            extra(bad_words_ids=[[9, 11]]),
             r"bad_words_ids: the word \(9, 11\) has 2 tokens, .* in a reward function",
         ),
-        ({"generation_kwargs": {"bad_words": ["a"]}}, "set `bad_words_ids` to their token ids"),
+        (extra(bad_words=["a"]), "set `bad_words_ids` to their token ids"),
         (
-            {"generation_kwargs": {"stop": ["a"], "stop_strings": ["b"]}},
+            extra(stop=["a"], stop_strings=["b"]),
             "stop and stop_strings in generation_kwargs are one setting; drop one of them",
         ),
         (
-            {"generation_kwargs": {"min_new_tokens": 2, "min_tokens": 3}},
+            extra(min_new_tokens=2, min_tokens=3),
             "min_new_tokens and min_tokens in generation_kwargs are one setting",
         ),
-        (
-            {"generation_kwargs": {"include_stop_str_in_output": False}},
-            "the stop string always stays in the completion",
-        ),
-        ({"generation_kwargs": {"seed": 3}}, "set the trainer's own `seed`"),
-        ({"generation_kwargs": {"n": 2}}, "set `num_generations`"),
-        ({"generation_kwargs": {"temperature": 0.3}}, "set the trainer's own `temperature`"),
-        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False in generation_kwargs is"),
-        (
-            {"generation_kwargs": {"typical_p": 0.3}},
-            "typical_p=0.3 in .* not supported; use `top_p`",
-        ),
+        (extra(include_stop_str_in_output=False), "the stop string always stays in the completion"),
+        (extra(seed=3), "set the trainer's own `seed`"),
+        (extra(n=2), "set `num_generations`"),
+        (extra(temperature=0.3), "set the trainer's own `temperature`"),
+        (extra(do_sample=False), "do_sample=False in generation_kwargs is"),
+        (extra(typical_p=0.3), "typical_p=0.3 in .* not supported; use `top_p`"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
         ({"loss_type": "vespo"}, "VESPO"),
         ({"use_transformers_continuous_batching": True}, "already has a generator"),
