@@ -388,11 +388,11 @@ def test_accumulated_gradients_make_the_same_step(tmp_path):
         ({"value_epochs": 0}, "value_epochs=0: must be an integer >= 1"),
         ({"value_mini_batches": 1.5}, "value_mini_batches=1.5: must be"),
         ({"value_warmup_steps": -1}, "value_warmup_steps=-1: must be"),
-        ({"gamma": "1"}, "gamma='1': it must be from 0 to 1"),
-        ({"kl_coef": "1"}, "kl_coef='1': it must be a number"),
-        ({"lam": 95}, "lam=95: it must be from 0 to 1"),
-        ({"value_clip": 0}, "value_clip=0: it must be above 0"),
-        ({"value_max_grad_norm": 0.0}, "value_max_grad_norm=0.0: it must be above 0"),
+        ({"gamma": "1"}, "gamma='1': must be from 0 to 1"),
+        ({"kl_coef": "1"}, "kl_coef='1': must be a number"),
+        ({"lam": 95}, "lam=95: must be from 0 to 1"),
+        ({"value_clip": 0}, "value_clip=0: must be above 0"),
+        ({"value_max_grad_norm": 0.0}, "value_max_grad_norm=0.0: must be above 0"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(tmp_path, arguments, message):
