@@ -186,6 +186,7 @@ def test_after_sleep_the_trainer_can_allocate_all_of_it():
             marks=pytest.mark.xfail(
                 reason="the driver takes 65 ms to free 80 GiB of torch's, and 130 to clear them",
                 raises=AssertionError,
+                strict=False,  # some drivers are fast enough
             ),
         ),
     ],
