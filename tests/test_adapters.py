@@ -27,9 +27,7 @@ def rows_of(batch):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}],
-    ids=str,
+    "changes", [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}], ids=str
 )
 def test_each_kind_of_adapter_trains_on_its_own_rollouts(tmp_path, changes):
     config = LoraConfig(**LORA, **changes)

@@ -193,8 +193,7 @@ def test_a_missing_stop_costs_its_penalty():
 
 
 @pytest.mark.parametrize(
-    ("length", "wanted"),
-    [(10, 0.0), (20, 0.0), (100, 0.8), (1000, 0.98), (16384, 0.998779)],
+    ("length", "wanted"), [(10, 0.0), (20, 0.0), (100, 0.8), (1000, 0.98), (16384, 0.998779)]
 )
 def test_lambda_grows_with_the_length(length, wanted):
     mask = torch.zeros(1, 20000)

@@ -78,7 +78,7 @@ def test_every_argument_has_a_help_text(kind):
             assert len(texts[field.name]) > 20, field.name
     assert texts.get("epsilon") == (grpos["epsilon"] if kind is RolloutPPOConfig else None)
     printed = " ".join(parser.format_help().split())
-    last = "Updates of the critic in" if kind is RolloutPPOConfig else "IO slots: 2 overlaps host"
+    last = "Critic updates per epoch" if kind is RolloutPPOConfig else "IO slots: 2 overlaps host"
     assert last in printed
 
 

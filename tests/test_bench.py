@@ -83,7 +83,7 @@ def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():
     assert made.on("host") == []
     assert [i.start_s for i in made.middle(4).on("compute")] == [3, 4]
     cut = [(i.start_s, i.stop_s) for i in made.middle(1.5).on("compute")]
-    assert cut == [(3.25, 4.75), (4, 4.75)]  # the first one began before the cut
+    assert cut == [(3.25, 4.75), (4, 4.75)]  # the first one began before the cut the cut
     assert made.busy_share("d2h") != made.busy_share("d2h")
 
 

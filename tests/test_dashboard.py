@@ -25,10 +25,7 @@ class Kind(SimpleNamespace):
 @pytest.fixture
 def workspaces(monkeypatch):
     """A fake wandb_workspaces with one class per kind of part."""
-    kinds = {
-        "reports.v2": ("LinePlot", "MediaBrowser"),
-        "workspaces": ("Section", "Workspace"),
-    }
+    kinds = {"reports.v2": ("LinePlot", "MediaBrowser"), "workspaces": ("Section", "Workspace")}
     made = {}
     for path in ("", "reports", *kinds):
         name = ".".join(filter(None, ("wandb_workspaces", path)))

@@ -57,22 +57,20 @@ def test_a_seed_out_of_range_is_named(engine, seed):
         engine.generate([[9]], FIVE, seeds=[seed])
 
 
-def test_counts_that_do_not_match_are_named(engine):
-    with pytest.raises(RequestError, match="1 seeds for 2 prompts"):
-        engine.generate([[9], [9]], FIVE, seeds=[1])
-    with pytest.raises(RequestError, match="3 sampling for 2 prompts"):
-        engine.generate([[9], [9]], [FIVE] * 3)
-    with pytest.raises(RequestError, match="seeds=3: must be a sequence, one per prompt"):
-        engine.generate([[9]], FIVE, seeds=3)
-    with pytest.raises(RequestError, match="sampling=None: must be a sequence, one per prompt"):
-        engine.generate([[9]], None)
-
-
-def test_sampling_of_another_type_is_named(engine):
-    with pytest.raises(RequestError, match=r"sampling=\{'top_k': 1\}: must be a SamplingParams"):
-        engine.generate([[9]], [{"top_k": 1}])
-    with pytest.raises(RequestError, match="sampling='max_new_tokens': must be"):
-        engine.generate([[9]], {"max_new_tokens": 5})
+@pytest.mark.parametrize(
+    ("sampling", "seeds", "message"),
+    [
+        (FIVE, [1], "1 seeds for 2 prompts"),
+        ([FIVE] * 3, None, "3 sampling for 2 prompts"),
+        (FIVE, 3, "seeds=3: must be a sequence, one per prompt"),
+        (None, None, "sampling=None: must be a sequence, one per prompt"),
+        ([FIVE, {"top_k": 1}], None, r"sampling=\{'top_k': 1\}: must be a SamplingParams"),
+        ({"max_new_tokens": 5, "top_k": 1}, None, "sampling='max_new_tokens': must be"),
+    ],
+)
+def test_sampling_and_seeds_that_do_not_match_are_named(engine, sampling, seeds, message):
+    with pytest.raises(RequestError, match=message):
+        engine.generate([[9], [9]], sampling, seeds=seeds)
 
 
 def test_an_engine_is_given_a_config_and_a_model():

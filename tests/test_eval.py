@@ -12,11 +12,7 @@ NUM_EVAL_BATCHES = 4  # 16 prompts in batches of 8, each prompt twice
 def build(tmp_path, kind="GRPO", **changes):
     arguments = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, **changes}
     return trl_family.build(
-        kind,
-        tmp_path,
-        eval_dataset=tiny.dataset(16),
-        per_device_eval_batch_size=8,
-        **arguments,
+        kind, tmp_path, eval_dataset=tiny.dataset(16), per_device_eval_batch_size=8, **arguments
     )
 
 

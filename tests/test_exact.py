@@ -92,7 +92,7 @@ def test_positions_count_from_a_rows_first_real_token():
         logits = model(ids, attention_mask=mask).logits[:, 3:]
         torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)
         own = model(ids, attention_mask=mask, position_ids=torch.arange(7)[None] + 5).logits[:, 3:]
-        assert not torch.equal(own, logits)  # given positions are kept
+        assert not torch.equal(own, logits)  # explicit positions are kept
     undo()
 
 
@@ -192,7 +192,7 @@ def test_differences_are_found_where_they_begin():
         "lm_head",
     ]
     assert [name for name in names if name in wanted] == wanted
-    # On a CPU products of other sizes round otherwise, and nothing else differs.
+    # On a CPU only the rounding of products of other sizes differs.
     assert max(difference.largest for difference in compared) < 1e-4
     assert compared[0].rows == compared[1].rows == 0
     assert model.training == mode
@@ -210,10 +210,7 @@ def test_doctor_says_how_many_modules_are_equal(capsys, tmp_path):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("family", "autocast"),
-    [
-        *product(["qwen3", "qwen2", "gemma3_text"], [None, torch.bfloat16]),
-        ("qwen3_moe", None),
-    ],
+    [*product(["qwen3", "qwen2", "gemma3_text"], [None, torch.bfloat16]), ("qwen3_moe", None)],
     ids=str,
 )
 def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autocast, compiled):

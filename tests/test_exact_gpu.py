@@ -21,8 +21,6 @@ PAGE = 64 * 28 * 2 * 8 * 128 * 2  # bytes of 64 tokens in the 0.6B shape; all ro
 
 @dataclass(frozen=True)
 class Case:
-    """A rollout: model, sizes and knobs."""
-
     shape: str = "qwen3-0.6b"
     new_tokens: int = 300
     lora_rank: int = 0

@@ -1,4 +1,4 @@
-"""Each causal language model of transformers, made tiny, matches its forward or is refused."""
+"""Each causal language model of transformers matches its own forward at toy size, or is refused."""
 
 import inspect
 from typing import Any

@@ -4,16 +4,7 @@ import fakes
 import pytest
 import tiny
 import torch
-from transformers import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as processors
 
 from rollout import EngineConfig, RequestError, RolloutEngine, SamplingParams
 from rollout.kernels.penalties import penalise
@@ -40,25 +31,25 @@ def column(value, dtype=torch.float32):
 
 
 def warpers(asked: SamplingParams, prompt_tokens: int):
-    """transformers' processors for what is asked, in its order."""
+    """transformers' processors for these filters, in its order."""
     if asked.repetition_penalty != 1:
-        yield RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)
+        yield processors.RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)
     if asked.min_new_tokens:
-        yield MinNewTokensLengthLogitsProcessor(
+        yield processors.MinNewTokensLengthLogitsProcessor(
             prompt_tokens, asked.min_new_tokens, list(asked.eos_token_ids), device="cpu"
         )
     if asked.suppress_tokens:
-        yield SuppressTokensLogitsProcessor(list(asked.suppress_tokens), device="cpu")
+        yield processors.SuppressTokensLogitsProcessor(list(asked.suppress_tokens), device="cpu")
     if asked.bad_words_ids:
         bad_words = [list(word) for word in asked.bad_words_ids]
-        yield NoBadWordsLogitsProcessor(bad_words, torch.tensor(asked.eos_token_ids))
-    yield TemperatureLogitsWarper(float(asked.temperature or 1.0))
+        yield processors.NoBadWordsLogitsProcessor(bad_words, torch.tensor(asked.eos_token_ids))
+    yield processors.TemperatureLogitsWarper(float(asked.temperature or 1.0))
     if asked.top_k > 0:
-        yield TopKLogitsWarper(asked.top_k)
+        yield processors.TopKLogitsWarper(asked.top_k)
     if asked.top_p < 1:
-        yield TopPLogitsWarper(asked.top_p)
+        yield processors.TopPLogitsWarper(asked.top_p)
     if asked.min_p > 0:
-        yield MinPLogitsWarper(asked.min_p)
+        yield processors.MinPLogitsWarper(asked.min_p)
 
 
 # --- kept tokens
@@ -127,7 +118,7 @@ def test_the_repetition_penalty_is_transformers():
     flags = torch.zeros(ROWS, VOCAB, dtype=torch.int32).scatter(1, tokens, SEEN)
     penalties = torch.tensor([1.3, 0.0, 0.0]).expand(ROWS, 3)
     penalised = penalise(logits, flags, penalties, column(1.0) > 0)
-    assert torch.equal(penalised, RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits))
+    assert torch.equal(penalised, processors.RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits))
 
 
 def test_presence_and_frequency_count_what_was_generated():
@@ -265,7 +256,7 @@ def test_a_top_k_beyond_any_vocabulary_keeps_all():
 
 
 def test_penalties_of_counts_reach_the_device():
-    """A strong presence penalty lets greedy rows take no token twice."""
+    """With a strong presence penalty, greedy rows repeat no token."""
     sampling = params({"presence_penalty": 2.0, "temperature": 0, "eos_token_ids": ()}, 40)
     model = tiny.build()
     with torch.no_grad():

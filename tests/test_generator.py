@@ -20,8 +20,7 @@ from trainers import RolloutConfig, RolloutGenerator
 def spy(trainer, generator):
     """Note each call's prompts, completions, version, and largest gap to the trainer's own scores.
 
-    The scores are a full forward of the trainer's model right after the rollout, before anything
-    else can change its weights.
+    The scores come from a full forward of the trainer's model right after the rollout.
     """
     calls, generate = [], generator.generate
 
@@ -62,7 +61,7 @@ def test_a_stock_trainer_learns_with_correction_and_metrics(tmp_path):
     for name in ("rollout/generated_tok_s", "rollout/duration_s", "rollout/kv_pages_used"):
         assert all(value > 0 for value in trl_trainer.logged(trainer, name))
     assert all(1 <= value <= 5 for value in trl_trainer.logged(trainer, "rollout/rows_live"))
-    # TRL's own correction and its metrics, which it gates on `use_vllm`.
+    # TRL computes its correction and these metrics only with `use_vllm`.
     ratios = trl_trainer.logged(trainer, "sampling/importance_sampling_ratio/mean")
     assert ratios == pytest.approx([1.0] * 4, abs=1e-4)
     gaps = trl_trainer.logged(trainer, "sampling/sampling_logp_difference/mean")
@@ -72,7 +71,7 @@ def test_a_stock_trainer_learns_with_correction_and_metrics(tmp_path):
 
 @pytest.mark.parametrize("door", ["attach", "rollout_func"])
 def test_every_rollout_runs_on_the_weights_that_the_trainer_then_has(tmp_path, door):
-    """Two train() calls, accumulation, several micro-steps a generation, eval between steps."""
+    """Two train() calls, accumulation, several micro-steps per generation, eval between steps."""
     arguments = {
         "max_steps": 4,
         "gradient_accumulation_steps": 3,
@@ -106,9 +105,9 @@ def test_every_rollout_runs_on_the_weights_that_the_trainer_then_has(tmp_path, d
 
 
 def test_other_weights_for_an_evaluation_are_not_taken_into_the_next_rollout(tmp_path):
-    """Averaged weights are swapped in for each evaluation, as no callback of ours could see.
+    """Averaged weights replace the trained ones during each evaluation, unseen by callbacks.
 
-    In bf16 autocast the engine holds cast weights, so stale ones would show in the numbers.
+    Under bf16 autocast the engine keeps cast weights, so stale ones would change the numbers.
     """
 
     class Average(TrainerCallback):
@@ -174,7 +173,7 @@ def test_turns_of_one_generation_share_a_version_and_its_pages(tmp_path):
     trainer._generate_single_turn = two_turns
     trainer._generate(["xyzabcdef"])
     assert generator.engine.asleep
-    assert shared == [0, 8]  # two full pages of the prompt
+    assert shared == [0, 8]  # the prompt's two full pages
     assert len(trainer._metrics["train"]["rollout/sleep_ms"]) == 1
     assert generator.engine.policy_version == 1
     trainer._generate(["xyzabcdef"])

@@ -1,4 +1,4 @@
-"""The engine on a GPU: graphs, streams, precision, memory. Run by `make test-gpu`."""
+"""The engine on a GPU: graphs, streams, precision, memory. Run it with `make test-gpu`."""
 
 import gc
 import logging
@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
 
 LANES = 24
 EXPERTS = ("qwen3_moe", "gpt_oss")
-# Compiling takes seconds a model: what is not about it runs the layers as they are.
+# Compiling takes seconds per model, so only tests of it compile.
 CONFIG = EngineConfig(max_rows=LANES, page_tokens=16, prefill_tokens=64, compile_layers=False)
-A_LONG_TIME = 20_000_000  # cycles: about 10 ms, many steps of a small model
+A_LONG_TIME = 20_000_000  # cycles, about 10 ms: many steps of a small model
 
 
 def on_gpu(family="qwen3", dtype=torch.float32, **changes):
@@ -36,7 +36,7 @@ def on_gpu(family="qwen3", dtype=torch.float32, **changes):
 
 
 def work(count=60):
-    """Ragged rows of which many end by EOS, so that lanes and pages are refilled under overruns."""
+    """Prompts of different lengths; many rows end by EOS, so lanes and pages are refilled."""
     prompts = tiny.prompts(count, longest=40, seed=7)
     sampling = [
         SamplingParams(
@@ -54,7 +54,7 @@ def rows_of(completions):
 
 
 def gaps(model, prompts, completions, temperature, autocast=None):
-    """|log-probability of the rollout - of the trainer's full forward|, each token."""
+    """|log-probability of the rollout - of the trainer's full forward| at each token."""
     model.eval()
     found = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -68,10 +68,10 @@ def gaps(model, prompts, completions, temperature, autocast=None):
 
 
 def assert_close_in_bf16(gap, family):
-    """Attention rounds otherwise than torch's own; a bf16 logit of size 1 is 1/128 coarse."""
+    """Our attention rounds differently from torch's; a bf16 logit near 1 has a step of 1/128."""
     assert gap.mean() < 0.01
-    # A router near a tie sends a token to another expert: of the trainer's own bf16 forward so many
-    # tokens (qwen3_moe 0.2 %, gpt_oss 2 %) are further than that from its float32 one.
+    # A router near a tie can pick another expert. The trainer's own bf16 forward is that far from
+    # its float32 forward at 0.2 % of tokens (qwen3_moe) and 2 % (gpt_oss).
     assert (gap > 0.05).float().mean() < (0.03 if family in EXPERTS else 1e-9)
 
 
@@ -90,7 +90,7 @@ def test_teacher_forced_logprobs_are_the_trainers(family, dtype, adapters, recor
     sampling = SamplingParams(max_new_tokens=40, temperature=1.3, eos_token_ids=(tiny.EOS,))
     with RolloutEngine(model, CONFIG) as engine:
         completions = engine.generate(prompts, sampling, seeds)
-        # Experts in float32 wait for the host inside transformers, so they run eagerly.
+        # transformers' float32 experts wait for the host, which no graph can capture.
         if family not in EXPERTS or dtype != torch.float32:
             assert engine.worker.graphs.captured
             assert engine.worker.graphs.num_eager == 0
@@ -121,7 +121,7 @@ def test_compiled_and_fused_layers_are_as_close_to_the_trainer_in_one_compilatio
         assert engine.worker.twin.compiled
         assert engine.worker.twin.num_fused > 0
         assert engine.worker.graphs.num_eager == 0
-        # One for each kind of layer; experts also one for more tokens than the hidden size.
+        # One per kind of layer; experts have another for more tokens than the hidden size.
         graphs = 1 if family in ("qwen3", "qwen2") else 2
         assert counters["stats"]["unique_graphs"] == graphs
     assert_close_in_bf16(gaps(model, prompts, completions, 1.3), family)
@@ -130,7 +130,7 @@ def test_compiled_and_fused_layers_are_as_close_to_the_trainer_in_one_compilatio
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_rows_that_grow_past_a_split_and_a_graphs_bound_stay_the_trainers(family, dtype):
-    """Contexts around 2,048 (one split) and 8,192 (the next graph), in graphs."""
+    """Contexts around 2,048 (a second split) and 8,192 (the next graph)."""
     model = on_gpu(family, dtype, max_position_embeddings=16384)
     lengths = [1, 2000, 2030, 2047, 2048, 2049, 4095, 8150, 8191, 8192, 10_000]
     prompts = [
@@ -216,7 +216,7 @@ def test_filtered_draws_in_float32_are_those_of_the_cpu():
         wanted = [c.token_ids for c in engine.generate(prompts, sampling, seeds)]
     with RolloutEngine(model.to("cuda"), CONFIG) as engine:
         found = [c.token_ids for c in engine.generate(prompts, sampling, seeds)]
-    # Logits differ in the last bits, which decide a draw now and then.
+    # Logits differ in the last bits, which sometimes changes a draw.
     same = sum(one == other for one, other in zip(found, wanted, strict=True))
     assert same >= len(wanted) - 2
 
@@ -226,7 +226,7 @@ def test_rows_without_filters_run_the_same_graphs_after_some_that_had_them():
         wanted = rows_of(engine.generate(*work()))
         engine.generate(*filtered_work())
         assert rows_of(engine.generate(*work())) == wanted
-        # None was dropped, or captured again.
+        # No graph was dropped or captured again.
         assert engine.worker.graphs.num_captures == len(engine.worker.graphs.captured)
 
 
@@ -236,7 +236,7 @@ def test_rows_without_filters_run_the_same_graphs_after_some_that_had_them():
 @pytest.mark.parametrize("asked", [{}, {"top_p": 0.8}, {"suppress_tokens": (9,)}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_graphs_give_the_bits_of_eager_steps_at_every_padded_size(dtype, asked):
-    """A row ends in each step, so that all sizes run."""
+    """One row ends in each step, so all sizes run."""
     sampling = [SamplingParams(max_new_tokens=1 + i, **asked) for i in range(LANES)]
     results = []
     for enforce_eager in (False, True):
@@ -307,7 +307,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(caplog, what):
 
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_slow_copies_and_slow_kernels_change_no_token(num_slots, monkeypatch):
-    """Freed lanes and pages are refilled under overruns all the while."""
+    """Freed lanes and pages are refilled during overruns."""
     config = replace(CONFIG, max_rows=8, num_slots=num_slots)
 
     def generated():
@@ -379,7 +379,7 @@ def test_an_update_queued_just_before_a_rollout_is_seen_by_batch_0(autocast):
 
 
 def test_an_update_queued_in_a_pause_waits_for_the_batch_in_flight():
-    """The mirror: an update right behind a slow batch must not be seen by it."""
+    """The reverse: a slow batch must not see an update queued right behind it."""
     sampling, prompt = SamplingParams(max_new_tokens=6), [9, 10, 11]
 
     def tokens(update, slow):
@@ -440,7 +440,7 @@ def test_nothing_in_a_step_waits_but_the_one_event(family, adapters):
     with RolloutEngine(model, CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))  # compiles and captures
         for prompt, sampling, seed in zip(*work(), strict=True):
-            engine.submit(prompt, sampling, seed)  # a version of its own: no known prefixes
+            engine.submit(prompt, sampling, seed)  # a new policy version, so no cached prefixes
         found = {}
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -455,7 +455,7 @@ def test_nothing_in_a_step_waits_but_the_one_event(family, adapters):
 
 
 def short_of_memory(monkeypatch, model, offload_bytes, pages=24, **changes):
-    """An engine that lets rows in as if none were to grow, so that many give way."""
+    """An engine that admits rows as if none grew, so that many are preempted."""
     monkeypatch.setattr(rollout.scheduler.admission, "expected_growth", lambda *_: 0)
     monkeypatch.setattr(LaneTable, "growth", lambda _: 0)
     with RolloutEngine(model, CONFIG) as engine:
@@ -465,7 +465,7 @@ def short_of_memory(monkeypatch, model, offload_bytes, pages=24, **changes):
 
 
 def growing_work(count=40):
-    """Pairs of one prompt; the longest row alone takes 10 pages."""
+    """Pairs of rows with one prompt; the longest row alone needs 10 pages."""
     prompts = [prompt for prompt in tiny.prompts(count // 2, 40, seed=7) for _ in range(2)]
     sampling = [SamplingParams(max_new_tokens=40 + 2 * i, temperature=1.3) for i in range(count)]
     return prompts, sampling, list(range(count))
@@ -517,7 +517,7 @@ def test_pages_come_back_byte_for_byte(monkeypatch):
 def test_slow_copies_of_pages_and_slow_batches_beside_them_change_no_token(
     slow, num_slots, monkeypatch
 ):
-    """Pages are handed on, and rows brought back, while copies and batches lag behind."""
+    """Pages are reused and rows restored while copies and batches lag behind."""
 
     def generated():
         with short_of_memory(monkeypatch, on_gpu(), 1 << 28, num_slots=num_slots) as engine:
@@ -591,7 +591,7 @@ def test_rows_that_gave_way_go_on_under_new_weights(kv, monkeypatch):
 
 
 def test_rows_are_the_same_with_one_slot_and_other_lanes():
-    """fp32 products of other sizes round otherwise: equal tokens, log-probabilities within 1e-4."""
+    """Float32 products of other sizes round differently: log-probabilities agree within 1e-4."""
     prompts, sampling, seeds = work()
     results = []
     for max_rows, num_slots in ((24, 2), (24, 1), (7, 2), (64, 2)):
@@ -632,7 +632,7 @@ def test_three_trainings_learn_and_their_peak_memory_is_flat(tmp_path, record_pr
     generator = RolloutGenerator(RolloutConfig(max_rows=128, page_tokens=16)).attach(trainer)
     peaks, reserved, rewards = [], [], []
     for _ in range(3):
-        gc.collect()  # cycles of the training before are none of this one's memory
+        gc.collect()  # free reference cycles of the earlier training
         torch.cuda.reset_peak_memory_stats()
         trainer.train()
         peaks.append(torch.cuda.max_memory_allocated())
@@ -644,7 +644,7 @@ def test_three_trainings_learn_and_their_peak_memory_is_flat(tmp_path, record_pr
     record_property("reserved", str(reserved))
     record_property("rewards", str([sum(last) / len(last) for last in rewards]))
     assert peaks[2] <= 1.01 * peaks[1] <= 1.02 * peaks[0], peaks
-    assert max(reserved) == reserved[0]  # torch gives cached blocks back as it likes
+    assert max(reserved) == reserved[0]  # torch may give cached blocks back at any time
     assert sum(rewards[2]) / 5 > 0.6
     assert generator.engine.worker.graphs.num_eager == 0
 
@@ -673,5 +673,5 @@ def test_closing_gives_the_memory_back():
         del engine
         gc.collect()
         held.append(torch.cuda.memory_allocated())
-    # The first one leaves cuBLAS its workspace for the stream.
+    # The first one allocates cuBLAS's workspace for the stream.
     assert max(held) - held[0] < 2**20

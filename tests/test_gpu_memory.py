@@ -1,4 +1,4 @@
-"""Memory on a GPU: what is mapped comes back, and what was captured over it goes on."""
+"""GPU memory: mapped memory comes back, and graphs captured over it stay valid."""
 
 import gc
 import logging
@@ -17,16 +17,16 @@ import torch
 import rollout.memory.arena
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.memory.arena import MappedArena
-from rollout.scheduler.waiting import Lengths  # noqa: F401 -- for the script below
+from rollout.scheduler.waiting import Lengths  # noqa: F401 -- the script below uses it
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_memory_of_lengths")]
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB, GIB = 2**20, 2**30
 CONFIG = EngineConfig(max_rows=24, page_tokens=16, prefill_tokens=64, compile_layers=False)
-# Pages of 6 MiB, as real models have them: few enough for a list.
+# Pages of 6 MiB, as in real models; few enough to list.
 LARGE = replace(CONFIG, page_tokens=8192)
-# cuBLAS keeps a workspace for each stream that it has met, and CUDA loads kernels on first use.
+# cuBLAS keeps a workspace per stream, and CUDA loads kernels on first use.
 LIBRARIES = 128 * MIB
 AUTOCAST = pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 
@@ -36,7 +36,6 @@ def on_gpu(**changes):
 
 
 def work(count=60):
-    """Ragged rows of which many end early."""
     prompts = tiny.prompts(count, longest=40, seed=7)
     sampling = [
         SamplingParams(max_new_tokens=1 + i % 30, eos_token_ids=(tiny.EOS, 9, 10 + i % 5))
@@ -95,7 +94,7 @@ def test_more_than_there_is_changes_nothing():
     arena, before = MappedArena(device, torch.cuda.synchronize), free_bytes()
     arena.grow(GIB)
     with pytest.raises(torch.OutOfMemoryError):
-        arena.grow(total - 64 * MIB)  # the driver's own share of it is larger
+        arena.grow(total - 64 * MIB)  # the driver itself uses more than 64 MiB
     assert arena.num_bytes == GIB
     assert before - free_bytes() < GIB + 8 * MIB
 
@@ -115,7 +114,7 @@ def test_graphs_captured_before_a_sleep_replay_right_after_it(autocast, caplog):
         for wake in (False, True):
             engine.sleep()
             assert engine.asleep
-            # Whatever the memory is used for meanwhile leaves its traces in it.
+            # Other use of the memory meanwhile overwrites it.
             torch.full((2 * GIB,), 255, dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -132,10 +131,7 @@ def test_graphs_survive_growth_under_live_rows(caplog):
     prompts, sampling, seeds = work()
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         wanted = rows_of(engine.generate(prompts, sampling, seeds))
-    with (
-        caplog.at_level(logging.INFO),
-        RolloutEngine(on_gpu(), CONFIG) as engine,
-    ):
+    with caplog.at_level(logging.INFO), RolloutEngine(on_gpu(), CONFIG) as engine:
         done, sizes = {}, set()
         for row in zip(prompts, sampling, seeds, strict=True):
             engine.submit(*row)
@@ -152,7 +148,7 @@ def test_graphs_survive_growth_under_live_rows(caplog):
 
 
 def test_what_new_pages_hold_has_no_influence(monkeypatch):
-    """Not even NaN: nothing clears them."""
+    """Nothing clears new pages, so they may hold even NaN."""
     with RolloutEngine(on_gpu(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
     fakes.poison_new_pages(monkeypatch)
@@ -175,7 +171,7 @@ def test_after_sleep_the_trainer_can_allocate_all_of_it():
         everything = torch.empty(wanted, dtype=torch.uint8, device="cuda")
         everything.fill_(1)
         del everything
-        # All of it is in torch's cache now, and has to be given back.
+        # torch's cache has all of it now and must give it back.
         engine.wake()
         assert engine.stats.released_bytes > 0.8 * before
         assert rows_of(engine.generate(*work())) == wanted_rows
@@ -209,11 +205,11 @@ def test_sleep_and_wake_of_80_gib_are_short(cached_gib, record_property):
             began = time.perf_counter()
             engine.sleep()
             slept = time.perf_counter() - began
-            # Training takes memory in blocks of 1 GiB, which torch then keeps.
+            # Training allocates blocks of 1 GiB, which torch then caches.
             blocks = [torch.ones(GIB // 4, device="cuda") for _ in range(cached_gib)]
             del blocks
             torch.cuda.synchronize()
-            # The driver clears what it was given back, and who asks for it meanwhile waits: 0.1 s
+            # The driver clears freed memory, and an allocation waits for that: 0.1 s
             # for 80 GiB. Training takes longer.
             time.sleep(1)
             began = time.perf_counter()
@@ -269,14 +265,14 @@ def train_step(model, optimizer):
 def test_a_backward_between_rollouts_whose_cache_is_in_the_way():
     model = on_gpu()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    # 25 pages of 6 MiB: more than is left free below.
+    # 25 pages of 6 MiB: more than stays free below.
     with RolloutEngine(model, LARGE) as engine:
         wanted = rows_of(engine.generate(*work()))
         for _ in range(3):
             engine.sleep()
             train_step(model, optimizer)
             blocks = []
-            while free_bytes() > 80 * MIB:  # torch may take a first one from its cache
+            while free_bytes() > 80 * MIB:  # torch may take the first one from its cache
                 left = free_bytes() - 64 * MIB
                 blocks.append(torch.empty(left, dtype=torch.uint8, device="cuda"))
             del blocks
@@ -351,7 +347,7 @@ def test_without_virtual_memory_rows_are_the_same_and_it_is_said_once(
 ):
     with RolloutEngine(on_gpu(), CONFIG, autocast_dtype=autocast) as engine:
         wanted = rows_of(engine.generate(*work()))
-    reason = f"it is away under {autocast}"  # a reason is logged once in a process
+    reason = f"it is away under {autocast}"  # each reason is logged once per process
     monkeypatch.setattr(rollout.memory.arena, "why_no_virtual_memory", lambda device: reason)
     with RolloutEngine(on_gpu(), CONFIG, autocast_dtype=autocast) as engine:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a GPU says of its own time: stamps against a timeline, and what they cost."""
+"""Time stamps of the GPU: against a timeline, and their cost."""
 
 import time
 
@@ -81,6 +81,6 @@ def test_bandwidth_and_operations_are_used_in_part(model):
         )
         weights = stats.engine_steps * engine.cost().weight_bytes
     assert 0 < found["rollout/mfu"] < found["rollout/mbu"] < 1
-    # Of the bandwidth that it has measured itself: others may be at work on this GPU at times.
+    # A share of the measured bandwidth, because others may use this GPU.
     least = weights / utilisation._bandwidth / stats.duration_s
     assert found["rollout/mbu"] > least

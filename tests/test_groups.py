@@ -1,4 +1,4 @@
-"""Rows of one prompt: prefilled once, forked page by page, each as if alone."""
+"""Rows with one prompt: prefilled once, forked page by page, each as if it ran alone."""
 
 import fakes
 import pytest
@@ -35,7 +35,7 @@ def test_a_group_costs_one_prefill_and_one_copy_of_its_pages(length):
 
 
 def test_rows_of_groups_are_those_they_are_alone():
-    """With a model that computes each row in whole numbers from its own KV."""
+    """The history model is exact, so rows are bit-identical."""
     prompts = [p for i in range(5) for p in [prompt(3 + 7 * i, i)] * (1 + i)]
     sampling = [
         SamplingParams(max_new_tokens=1 + 5 * i % 17, eos_token_ids=(3, 4 + i % 9))
@@ -88,7 +88,7 @@ def test_a_later_turn_prefills_what_it_adds_under_the_same_weights(length):
         (done,) = engine.generate([first], GREEDY)
         turn = [*first, *done.token_ids, 9, 10]
         (again,) = engine.generate([turn], GREEDY, same_weights=True)
-        written = len(first) + len(done.token_ids) - 1  # the last token's KV never was
+        written = len(first) + len(done.token_ids) - 1  # the last token's KV is never written
         shared = written // PAGE * PAGE
         assert engine.stats.shared_tokens == shared
         assert engine.stats.prefilled_tokens == len(turn) - 1 - shared

@@ -1,4 +1,4 @@
-"""The host's pages against a list of what each row has in its pages."""
+"""Host pages against a plain list of each row's contents."""
 
 from itertools import count
 
@@ -12,7 +12,7 @@ from rollout.scheduler.pages import PageAllocator
 
 many = settings(max_examples=5 * settings.default.max_examples)
 
-# What is asked next, and a number that says how much or of whom.
+# An operation, and a number that selects its amount or row.
 asked = st.tuples(
     st.sampled_from(
         ["enter", "fork", "fork", "write", "leave", "leave", "come_back", "end", "renew"]
@@ -22,17 +22,17 @@ asked = st.tuples(
 
 
 class Rows:
-    """Rows that enter, leave their pages to the host and come back, as the scheduler has them."""
+    """Rows that start, are preempted and come back, as in the scheduler."""
 
     def __init__(self, num_pages: int, num_host_pages: int) -> None:
         self.pool = PageAllocator()
         self.pool.grow(1 + num_pages)
         self.host = HostPages(num_host_pages, self.pool)
-        self.on_device: dict[int, int] = {}  # page -> what it holds
+        self.on_device: dict[int, int] = {}  # page -> content
         self.on_host: dict[int, int] = {}
         self.contents = count()
-        self.live: list[tuple[list[int], list[int]]] = []  # what each row has, and its pages
-        self.preempted: list[tuple[list[int], list[int]]] = []  # and its host pages
+        self.live: list[tuple[list[int], list[int]]] = []  # contents and pages of each row
+        self.preempted: list[tuple[list[int], list[int]]] = []  # contents and host pages
         self.seen: set[str] = set()
 
     def take(self, number: int) -> list[int]:
@@ -42,7 +42,7 @@ class Rows:
         self.write_all([], [], self.take(1 + number % 4))
 
     def fork(self, number: int) -> None:
-        """A new row shares all but the last page of another, and has one of its own."""
+        """A new row shares all pages of another except the last."""
         if self.live:
             contents, pages = self.live[number % len(self.live)]
             self.pool.share(np.array(pages[:-1], np.int64))
@@ -54,13 +54,12 @@ class Rows:
         self.live.append(row)
 
     def write(self, number: int) -> None:
-        """A row takes a page more."""
         if self.live and self.pool.num_free:
             contents, pages = self.live.pop(number % len(self.live))
             self.write_all(contents, pages, self.take(1))
 
     def leave(self, number: int) -> None:
-        """All that it holds but the last page, which is not full, may be kept for others."""
+        """Preempt a row: all its pages except the last, which is not full, stay as prefixes."""
         if not self.live:
             return
         contents, pages = self.live[number % len(self.live)]
@@ -99,14 +98,14 @@ class Rows:
         self.live.append((contents, pages.tolist()))
 
     def end(self, number: int) -> None:
-        """A row ends; one that is preempted while its last token is in flight, or is dropped."""
+        """End a live row, or drop a preempted one."""
         if number % 2 and self.preempted:
             self.host.free(self.preempted.pop(number % len(self.preempted))[1])
         elif self.live:
             self.pool.free(np.array(self.live.pop(number % len(self.live))[1], np.int64))
 
     def renew(self, number: int) -> None:
-        """The weights have changed."""
+        """The weights change."""
         self.pool.forget_prefixes()
 
     def check(self) -> None:
@@ -150,8 +149,7 @@ def test_a_row_comes_back_to_what_it_left_whoever_shares_it(work):
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["no host page is left", "copied once for several rows", "brought back", "still there"],
+    "place", ["no host page is left", "copied once for several rows", "brought back", "still there"]
 )
 def test_works_come_by_the_hard_places(place):
     once = settings(max_examples=5000, phases=[Phase.generate], database=None)
@@ -170,7 +168,7 @@ def test_rows_that_find_no_room_leave_the_host_as_it_was():
     rows.check()
 
 
-# A check that cannot fail holds nothing.
+# A check must be able to fail.
 @pytest.mark.parametrize("host_pages", [[0], [0, 0, 1], [0, 1, 2], []])
 def test_check_notices(host_pages):
     rows = Rows(num_pages=5, num_host_pages=3)

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a rollout: the trainer can save, resume and train again at once."""
+"""Ctrl-C during a rollout: the trainer can save, resume and train again."""
 
 import json
 import os
@@ -74,7 +74,7 @@ trainer.train()
 
 @contextmanager
 def interrupt_in(generator, global_step):
-    """Ctrl-C inside the third decode step of the rollout for this optimizer step."""
+    """Raise Ctrl-C in the third decode step of this optimizer step's rollout."""
     forward, decoded = generator.engine.worker.graphs.forward, []
     decode = forward.decode
 
@@ -126,7 +126,7 @@ def test_the_engine_is_idle_and_the_weights_are_what_they_were(tmp_path, kind, c
 def test_what_is_resumed_ends_as_if_it_had_not_been_interrupted(
     tmp_path, saved, again, no_memory_of_lengths
 ):
-    """From a checkpoint that the trainer had saved, or that is saved after the interrupt."""
+    """From a checkpoint before the interrupt, and from one saved after it."""
 
     def build(name):
         saves = {"save_strategy": "steps", "save_steps": 1} if saved == "before" else {}
@@ -154,7 +154,7 @@ def test_what_is_resumed_ends_as_if_it_had_not_been_interrupted(
 
 
 def start(script, tmp_path, *launcher):
-    """A script of this file as a process of its own."""
+    """Run a function of this file as a script in its own process."""
     (tmp_path / "script.py").write_text(script)
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     return subprocess.Popen(
@@ -186,7 +186,7 @@ def test_a_signal_from_outside_does_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupt_of_one_rank_ends_the_run(tmp_path):
-    """The rank does not wait for the others, and the launcher ends those."""
+    """The rank does not wait for the others; the launcher ends them."""
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
     launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
     process = start(ONE_RANK, tmp_path, *launcher)
@@ -197,7 +197,7 @@ def test_an_interrupt_of_one_rank_ends_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupt_may_come_at_any_line(no_memory_of_lengths):
-    """Of preparing weights and memory, too; in bf16 autocast, so that weights are cast."""
+    """Including lines that prepare memory and cast weights (bf16 autocast)."""
     work = tiny.prompts(4), SamplingParams(max_new_tokens=2)
     config = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=16)
     with RolloutEngine(tiny.build(), config, autocast_dtype=torch.bfloat16) as engine:

@@ -1,6 +1,6 @@
-"""Each Triton kernel against the plain torch that defines it.
+"""Each Triton kernel against the plain torch function that defines it.
 
-Without a GPU they run in Triton's interpreter on small shapes; with one, compiled, on large ones.
+Without a GPU, kernels run in Triton's interpreter on small shapes; with a GPU, on large ones.
 """
 
 import pytest
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
-    """In the interpreter few tokens already make several pieces of each kind."""
+    """Make pieces so small that few tokens fill several of each kind, for the interpreter."""
     if not ON_GPU:
         monkeypatch.setattr(paged_attention_triton, "SPLIT_TOKENS", 32)
         monkeypatch.setattr(paged_attention_triton, "_QUERY_BLOCK", 32)
@@ -40,7 +40,7 @@ def short_pieces(monkeypatch):
 
 # --- sampling
 
-# Vocabularies of a whole chunk of the sampler and of some chunks; and where the second one begins.
+# Vocabularies of one chunk of the sampler, of several, and the start of the second chunk.
 SOME_CHUNKS = [1024, 9001, 50_257, 151_936] if ON_GPU else [1024, 1300]
 LAST = 8192 if ON_GPU else 1024
 
@@ -56,7 +56,7 @@ def sampling_inputs(rows, vocab, dtype, seed=0):
 
 
 def sampled_as_defined(*inputs):
-    """The tokens that the kernel draws, after a comparison with the definition."""
+    """The kernel's tokens, after comparing them with the definition."""
     tokens, scores = sample_triton.sample(*inputs, num_scores=2)
     wanted, wanted_scores = sample.sample(*inputs, num_scores=2)
     assert torch.equal(tokens, wanted)
@@ -92,7 +92,7 @@ def test_draws_on_the_gpu_are_those_of_the_cpu():
 
 
 def filters(rows, vocab, seed=0):
-    """Top-k, top-p and min-p of each row; 40 % of each ask for nothing."""
+    """Top-k, top-p and min-p per row; each is off in 40 % of rows."""
     generator = torch.Generator().manual_seed(seed)
     top_k = torch.randint(1, max(2, min(vocab, 60)), (rows,), generator=generator)
     top_k[torch.rand(rows, generator=generator) < 0.4] = 0
@@ -104,7 +104,7 @@ def filters(rows, vocab, seed=0):
 
 
 def same_but_for_rounding(scaled, top_p, kept, wanted):
-    """A sum that just reaches `top_p` rounds by its order: some tie then stays, or goes."""
+    """A sum that just reaches `top_p` depends on its order, so a tied token may stay or go."""
     same = (kept == wanted).all(1)
     shares = scaled.double().softmax(1)
     largest = shares.masked_fill(kept == wanted, 0.0).amax(1)
@@ -113,7 +113,7 @@ def same_but_for_rounding(scaled, top_p, kept, wanted):
     return (same | (top_p < 1) & near).all() and same.float().mean() > 0.95
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # which has many ties
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16 has many ties
 @pytest.mark.parametrize("vocab", [1, 13, *([5000, 50_257, 151_936] if ON_GPU else [700])])
 def test_what_is_kept_is_what_a_sort_keeps(vocab, dtype):
     rows = 257 if ON_GPU else 7
@@ -124,7 +124,7 @@ def test_what_is_kept_is_what_a_sort_keeps(vocab, dtype):
         kept = top_k_top_p_triton.top_k_top_p(scaled, *asked)
         wanted = top_k_top_p.top_k_top_p(scaled, *asked)
         assert same_but_for_rounding(scaled, asked[1], kept, wanted)
-        for row in (0, 5):  # the same beside any others
+        for row in (0, 5):  # a row's result does not depend on the others
             mine = [part[row : row + 1] for part in (scaled, *asked)]
             assert torch.equal(kept[row : row + 1], top_k_top_p_triton.top_k_top_p(*mine))
 
@@ -133,7 +133,7 @@ def test_what_is_kept_is_what_a_sort_keeps(vocab, dtype):
 
 # Heads, key/value heads, head size, tokens a page.
 SHAPES = [(2, 2, 16, 4), (4, 2, 16, 16), (3, 1, 24, 3)]
-# Whole and broken pages, blocks of keys (32), splits (32) and tiles of queries (32).
+# Full and partial pages, blocks of keys (32), splits (32) and tiles of queries (32).
 LENGTHS = [1, 2, 15, 16, 33, 66, 97]
 DTYPES = [torch.float32]
 OPTIONS = [{}, {"window": 1}, {"window": 7, "sinks": 0.3}, {"softcap": 3.0}, {"sinks": 9.0}]
@@ -180,7 +180,7 @@ def test_batch_invariant_linear_is_the_linear_layers_for_any_strides(shape, layo
     assert_linear(batch_invariant_linear, *shape, dtype, layout)
 
 
-# In the interpreter float32; on a GPU it is for 16 bits.
+# Float32 in the interpreter, 16 bits on a GPU.
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32], ids=str
 )
@@ -190,7 +190,7 @@ def test_batch_invariant_linear_is_the_linear_layers_for_any_strides(shape, layo
 )
 def test_skinny_linear_is_the_linear_layers(rows, outputs, inner, splits, dtype):
     assert split_k(outputs // 64, inner, 132) == splits
-    for _ in range(2):  # the arrival counts are zero again after each
+    for _ in range(2):  # each call must reset the arrival counts
         assert_linear(skinny_linear, rows, outputs, inner, dtype)
 
 
@@ -208,7 +208,7 @@ def test_norms_give_torchs_bits(size, dtypes):
         assert torch.equal(summed, states + added)
         assert torch.equal(normed, norm(summed))
     heads = torch.randn(1, 33, 3 * size, device=DEVICE, dtype=first)[..., size:]
-    heads = heads.view(1, 33, 2, size)  # a part of a wider product
+    heads = heads.view(1, 33, 2, size)  # a slice of a wider product
     normed, _ = rms_norm(heads, norm.weight, norm.variance_epsilon)
     assert torch.equal(normed, norm(heads))
 
@@ -225,7 +225,7 @@ def test_silu_and_mul_gives_torchs_bits(dtype):
 
 
 class Paged:
-    """Rows of random keys and values in scattered pages, the rest of which holds NaN."""
+    """Rows of random keys and values in scattered pages; all else is NaN."""
 
     def __init__(self, lengths, heads, kv_heads, dim, page_tokens, dtype):
         self.generator = generator = torch.Generator().manual_seed(0)
@@ -241,7 +241,7 @@ class Paged:
             others.zero_()
             mine.fill_(torch.nan)
         ids = torch.randperm(sum(pages), generator=generator) + 1
-        # Lanes in another order than rows, unused entries at the trash page.
+        # Lanes are shuffled; unused entries point to the trash page.
         self.lanes = torch.randperm(len(lengths), generator=generator)
         table = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int64)
         for row, count in enumerate(pages):
@@ -261,7 +261,7 @@ class Paged:
         return self._randn(count, self.heads, self.keys.dtype)
 
     def options(self, window=None, softcap=None, sinks=None):
-        """Keywords of the kernels; sinks of every sign around `sinks`."""
+        """Keyword arguments of the kernels; sinks are spread around `sinks`."""
         sinks_H = None
         if sinks is not None:
             sinks_H = torch.linspace(-sinks, 2 * sinks, self.heads).to(DEVICE, self.keys.dtype)
@@ -274,7 +274,7 @@ class Paged:
         )
 
     def attend_runs(self, query, counts, firsts, starts=None, *, packed=False, **options):
-        """Run `counts[i]` tokens from position `firsts[i]` on in row `i`."""
+        """Run `counts[i]` tokens of row `i` from position `firsts[i]`."""
         starts = counts.cumsum(0) - counts if starts is None else starts
         runs = torch.stack([self.lanes, starts, counts, firsts], dim=1)
         cache = (self.keys, self.values) if packed else self.cache
@@ -284,7 +284,7 @@ class Paged:
         )
 
     def expected(self, query, row, first, **options):
-        """Float32 reference for queries of one row from position `first` on, `(Q, H, D)`."""
+        """Float32 reference, (Q, H, D), for queries of one row from position `first`."""
         start = sum(self.lengths[:row])
         context = slice(start, start + self.lengths[row])
         positions = first + torch.arange(len(query), device=DEVICE)
@@ -310,7 +310,7 @@ def test_store_writes_every_token_to_its_page_and_nothing_else(shape, dtype):
     assert not any(part.any() for part in paged.kv_cache.layer(0))
 
 
-# Every shape, every option and every dtype, though not each with each.
+# Every shape, option and dtype, but not every combination.
 @pytest.mark.parametrize(
     ("shape", "dtype", "options"),
     [
@@ -321,7 +321,7 @@ def test_store_writes_every_token_to_its_page_and_nothing_else(shape, dtype):
     ids=str,
 )
 def test_decode_and_prefill_in_pieces_equal_the_reference(shape, dtype, options):
-    """The last token of every row; and its last part, over pages that hold its beginning."""
+    """The last token of each row, and its last part over pages that hold the beginning."""
     paged = Paged(LENGTHS, *shape, dtype)
     options = paged.options(**options)
     query = paged.queries(len(LENGTHS))
@@ -333,7 +333,7 @@ def test_decode_and_prefill_in_pieces_equal_the_reference(shape, dtype, options)
     query, counts_N = paged.queries(sum(counts)), torch.tensor(counts, device=DEVICE)
     output, _ = paged.attend_runs(query, counts_N, paged.counts - counts_N, **options)
     for row, mine in enumerate(torch.arange(len(query), device=DEVICE).split(counts)):
-        if counts[row] <= 5000:  # the reference holds every score
+        if counts[row] <= 5000:  # the reference stores every score
             wanted = paged.expected(query[mine], row, LENGTHS[row] - counts[row], **options)
             assert_close(output[mine], wanted, dtype)
 
@@ -369,7 +369,7 @@ def test_a_rows_result_is_the_same_bits_beside_any_others(dtype):
 
 
 def assert_same_bits(output, wanted):
-    """Or almost so in the interpreter, whose products are NumPy's and follow their size."""
+    """Only almost equal in the interpreter: rounding of NumPy's products depends on their size."""
     if ON_GPU:
         assert torch.equal(output, wanted)
     else:
@@ -381,7 +381,7 @@ def assert_same_bits(output, wanted):
     "options", [OPTIONS[0], OPTIONS[2], {"window": 20, "softcap": 3.0}], ids=str
 )
 def test_decode_prefill_and_the_trainers_forward_agree_to_the_last_bit(options, dtype):
-    """Each position of each row: by one query, by runs over pages in pieces, by packed runs."""
+    """Each position by one query, by runs over pages in pieces, and by packed runs."""
     lengths = [length for length in LENGTHS if length < 5000] if ON_GPU else [1, 16, 39]
     paged = Paged(lengths, *SHAPES[0], dtype)
     options = paged.options(**options)
@@ -422,7 +422,7 @@ def test_logarithms_of_the_weights_are_those_of_the_scores(options):
 @pytest.mark.skipif(ON_GPU, reason="every GPU test of the engine shows it there")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_the_engine_on_these_kernels_gives_the_tokens_of_generate(family, monkeypatch):
-    """The GPU's way through attention and sampling, in the interpreter."""
+    """The GPU code path of attention and sampling, in the interpreter."""
 
     def store(paged, layer, keys, values):
         where = (paged.page_table_LP, paged.lanes_T, paged.positions_T)

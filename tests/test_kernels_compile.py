@@ -1,4 +1,4 @@
-"""Kernels that are interpreted on a CPU are compiled there too, for the GPU that they are for."""
+"""Kernels also compile for the GPU on a machine without one."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parent
-MOST_SHARED = 227 * 1024  # bytes that a program can have on Hopper
+MOST_SHARED = 227 * 1024  # bytes per program on Hopper
 
 
 def compiled(*arguments):
@@ -36,7 +36,7 @@ def test_every_kernel_compiles_and_fits():
 
 
 def test_the_number_of_rows_costs_no_compilation():
-    """A user waits for each, before the first token."""
+    """A user would wait for each before the first token."""
     kinds = {(name, kind) for name, _, kind in compiled("decode")}
     assert Counter(name for name, _ in kinds) == {
         "_skinny_linear_kernel": 2,  # up to 16 rows, and up to 32

@@ -1,4 +1,4 @@
-"""The demo's task, with answers of up to six letters, is learned on the engine's rollouts."""
+"""Trainers learn the demo's task, with answers of up to six letters, on the engine's rollouts."""
 
 from importlib import import_module
 from statistics import mean
@@ -14,8 +14,7 @@ from trainers import RolloutConfig
 
 STEPS, WINDOW = 40, 10
 LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-# Trainer, adapters, learning rate, and by how much the mean reward of the last ten steps must be
-# above that of the first ten.
+# Trainer, adapters, learning rate, and least gain of the mean reward from first to last ten steps.
 RUNS = {
     "GRPO": ("GRPO", None, 3e-3, 0.2),
     "RLOO": ("RLOO", None, 3e-3, 0.2),
@@ -55,7 +54,7 @@ def test_forty_steps_raise_the_reward(tmp_path, run):
     kind, adapters, learning_rate, gain = RUNS[run]
     trainer = build(kind, tmp_path, adapters, learning_rate)
     trl_trainer.attach(trainer, RolloutConfig(max_rows=64, page_tokens=16))
-    trainer.model.generate = None  # which TRL would call without the engine
+    trainer.model.generate = None  # TRL would call it without the engine
     trainer.train()
     rewards = trl_trainer.logged(trainer, "reward")
     assert len(rewards) == STEPS

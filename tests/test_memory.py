@@ -1,4 +1,4 @@
-"""Arenas keep their content when they grow, and leave nothing behind when they are released."""
+"""Arenas keep their content when they grow, and release all memory."""
 
 import ctypes
 import gc
@@ -20,7 +20,7 @@ FAKE = torch.device("cpu", 0)  # where `Driver` maps memory
 
 
 class Driver:
-    """What is used of `cuda.bindings.driver`, over host memory; it checks the driver's rules."""
+    """The used part of `cuda.bindings.driver`, over host memory; it checks the driver's rules."""
 
     CUresult = SimpleNamespace(
         CUDA_SUCCESS=SimpleNamespace(name="CUDA_SUCCESS"),
@@ -108,7 +108,7 @@ class Driver:
         return self._result()
 
     def _chunks(self, address, size):
-        """Starts of the chunks that a range covers, whole ones alone."""
+        """Starts of the chunks in a range, which must be whole chunks."""
         inside = [start for start in sorted(self.mapped) if address <= start < address + size]
         assert sum(self.mapped[start] for start in inside) == size, "part of a chunk, or a hole"
         return inside
@@ -204,7 +204,7 @@ def test_the_engine_is_waited_for_before_memory_goes(driver):
     waits = []
     arena = MappedArena(FAKE, wait=lambda: waits.append(len(driver.mapped)))
     arena.release()
-    assert waits == []  # there was nothing to give back
+    assert waits == []  # nothing to give back
     arena.grow(300)
     arena.release()
     assert waits == [2]
@@ -234,7 +234,7 @@ def test_a_failed_growth_changes_nothing(driver, monkeypatch, where):
     before = dict(driver.mapped), driver.free
     driver.failing, error = where, RuntimeError
     if where == "cuMemCreate":
-        # Something else takes what was free a moment ago.
+        # Another user takes the memory that was free a moment ago.
         monkeypatch.setattr(rollout.memory.arena, "make_room", lambda *_: 0)
         before, driver.free, error = (before[0], 500), 500, torch.OutOfMemoryError
     with pytest.raises(error, match=where):
@@ -253,7 +253,7 @@ def test_more_than_there_are_addresses_is_out_of_memory(driver):
     assert not driver.reserved
 
 
-# --- what torch caches beside it
+# --- torch's cache
 
 
 def test_torch_gives_its_cache_back_only_where_free_memory_does_not_do(driver, monkeypatch):
@@ -279,7 +279,7 @@ def test_pages_may_take_a_share_of_what_is_free_cached_or_theirs(driver, monkeyp
     stats = {
         "reserved_bytes.all.current": 700,
         "allocated_bytes.all.current": 300,
-        "inactive_split_bytes.all.current": 100,  # beside blocks in use: torch cannot give it back
+        "inactive_split_bytes.all.current": 100,  # in use in part: cannot be freed
     }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     driver.free = 200
@@ -288,7 +288,7 @@ def test_pages_may_take_a_share_of_what_is_free_cached_or_theirs(driver, monkeyp
     assert max_kv_bytes(EngineConfig(), CPU, extra_bytes=100) is None
 
 
-# --- which kind
+# --- choice of an arena
 
 
 def test_the_best_arena_that_there_is(driver, monkeypatch, caplog):

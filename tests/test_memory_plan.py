@@ -1,4 +1,4 @@
-"""The memory plan's arithmetic and what it says."""
+"""The memory plan's arithmetic and text."""
 
 import io
 
@@ -58,7 +58,7 @@ def test_pages_and_cast_weights_are_there_in_a_rollout_and_between_only_if_kept(
     assert plan().between_rollouts == 0.75 * GIB
     kept = plan(EngineConfig(kv_keep="always"))
     assert kept.in_rollout == plan().in_rollout
-    assert kept.between_rollouts == kept.in_rollout - GIB  # a prefill's workspaces are torch's
+    assert kept.between_rollouts == kept.in_rollout - GIB  # torch owns a prefill's workspaces
 
 
 def test_every_part_is_named_with_its_size_and_the_knob():

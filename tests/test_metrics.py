@@ -1,4 +1,4 @@
-"""What stands in the trainer's log beside TRL's own numbers."""
+"""Our metrics in the trainer's log, beside TRL's."""
 
 import math
 import time
@@ -18,7 +18,7 @@ RAW = "sampling/raw_importance_sampling_ratio"
 
 
 class Ranks:
-    """An accelerator of two ranks that both have what this one has, or other rows."""
+    """An accelerator of two ranks; both have this rank's data, or the other has other rows."""
 
     def __init__(self, scale=1.0):
         self._scale = scale
@@ -30,14 +30,12 @@ class Ranks:
 def trainer(mode="token_truncate", accelerator=None):
     metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     return SimpleNamespace(
-        accelerator=accelerator or Ranks(),
-        vllm_importance_sampling_mode=mode,
-        _metrics=metrics,
+        accelerator=accelerator or Ranks(), vllm_importance_sampling_mode=mode, _metrics=metrics
     )
 
 
 def scored(difference, mask=None, *, corrected=True):
-    """What TRL returns for log-probabilities that are `difference` above the rollout's."""
+    """TRL's result if log-probabilities are `difference` above the rollout's."""
     sampled = torch.full_like(difference, -2.0)
     extra = {"importance_sampling_ratio": torch.ones(())} if corrected else {}
     return {
@@ -76,7 +74,7 @@ def test_positions_without_tokens_have_no_metric():
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
 def test_rows_that_are_all_masked_are_no_agreement(mode):
-    """`mask_truncated_completions` masks all rows of a model that does not end any yet."""
+    """`mask_truncated_completions` masks every row until the model learns to stop."""
     output = scored(torch.ones(2, 5), torch.zeros(2, 5).long())
     assert gap_metrics(trainer(mode), output, sample=False) == {}
 
@@ -91,10 +89,7 @@ def test_tokens_of_tools_do_not_count():
 
 @pytest.mark.parametrize(
     ("mode", "ratios"),
-    [
-        ("token_truncate", [math.e, 1.0, math.exp(2.0)]),
-        ("sequence_mask", [math.e, math.exp(2.0)]),
-    ],
+    [("token_truncate", [math.e, 1.0, math.exp(2.0)]), ("sequence_mask", [math.e, math.exp(2.0)])],
 )
 def test_the_raw_ratio_is_trls_before_clipping(mode, ratios):
     output = scored(torch.tensor([[1.0, 0.0], [2.0, 7.0]]), torch.tensor([[1, 1], [1, 0]]))
@@ -137,7 +132,7 @@ def test_a_rollouts_lengths_and_ends_are_told():
 
 
 def test_every_count_goes_to_its_own_metric():
-    """No two are alike here, so that none can stand in another's place."""
+    """All counts differ here, so a swapped pair shows."""
     stats = RolloutStats(
         policy_version=3,
         generated_tokens=1000,
@@ -214,7 +209,7 @@ def test_steps_are_measured_without_what_lies_between_them(monkeypatch):
             clock.count(seconds=rollout_s)
         now[0] += seconds
         clock.on_step_end(None, None, None)
-        now[0] += 1000  # logging, saving
+        now[0] += 1000  # time for logging and saving
 
     def evaluate():
         model.training = False
@@ -240,13 +235,13 @@ def test_steps_are_measured_without_what_lies_between_them(monkeypatch):
 
 
 def test_a_step_that_failed_counts_to_none_of_the_next_training(tmp_path):
-    """Its rollout was counted, and its seconds were not: shares above 1 came of it."""
+    """Its rollout counted, but not its seconds, so shares exceeded 1."""
     run = trl_trainer.build(tmp_path, max_steps=1)
     trl_trainer.attach(run)
     (reward,), run.reward_funcs = run.reward_funcs, [fail]
     with pytest.raises(ZeroDivisionError):
         run.train()
-    run._metrics["train"].clear()  # TRL's, of which the failed rollout's own numbers are some
+    run._metrics["train"].clear()  # TRL keeps the failed rollout's numbers here
     run.reward_funcs = [reward]
     run.train()
     (share,) = trl_trainer.logged(run, "rollout/step_share")

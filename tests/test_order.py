@@ -1,4 +1,4 @@
-"""Who is given a lane next, and what that gains."""
+"""Which row gets a lane next, and what the order gains."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from rollout.scheduler.waiting import Lengths, WaitingQueue
 
 
 def rows_of(*groups, first=0):
-    """A row for each group number."""
     return [
         Row(first + index, make_request(first + index, 4, 9, group))
         for index, group in enumerate(groups)
@@ -27,7 +26,7 @@ def order_of(queue):
 
 
 def queue_of(lengths, *groups):
-    """A queue of these rows, behind a rollout in which each group was of the length given."""
+    """A queue of these rows, after a rollout in which groups had the given lengths."""
     before = WaitingQueue(remembered := Lengths())
     before.add(rows_of(*lengths))
     for length in lengths.values():
@@ -98,11 +97,11 @@ def test_a_mean_lies_among_the_lengths_and_follows_them(seen):
     assert lengths.expected(b"prompt") == pytest.approx(7, abs=0.1)
 
 
-# --- what it gains
+# --- gains
 
 
 def makespan(scheduler, groups, lengths, policy_version, longest=6000, num_pages=None):
-    """Steps until rows of these lengths are done, each a token a step."""
+    """Steps until rows of these lengths end; each step decodes one token per row."""
     requests = [
         make_request(row, 4, longest, int(group), eos_token_ids=(1,))
         for row, group in enumerate(groups)
@@ -124,7 +123,7 @@ def makespan(scheduler, groups, lengths, policy_version, longest=6000, num_pages
 
 
 def test_expected_longest_first_shortens_a_rollout_of_heavy_tailed_lengths():
-    """256 rows in groups of 8 on 64 lanes; a prompt's rows differ from it and from each other."""
+    """256 rows on 64 lanes; lengths vary between the 32 prompts and within each."""
     gains, idle = [], []
     for seed in range(4):
         random = np.random.default_rng(seed)
@@ -151,7 +150,7 @@ def test_expected_longest_first_shortens_a_rollout_of_heavy_tailed_lengths():
     ("mean", "share"), [(256, 0.6), (10**6, 0.85)], ids=["log-normal", "all to the end"]
 )
 def test_rows_of_unknown_length_are_let_in_on_little(monkeypatch, mean, share, host_pages):
-    """256 rows in the memory of 40 that go on to the end, beside counting on half of that."""
+    """256 rows in memory for 40 full-length rows, against admission at half the length."""
     lengths = np.random.default_rng(1).lognormal(np.log(mean), 0.8, 256)
     rows = np.clip(lengths, 1, 1024).astype(int)
     steps = {}

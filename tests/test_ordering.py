@@ -1,7 +1,7 @@
-"""The ordering rules: which stream does what, what waits for what, and what the host may touch.
+"""The ordering rules: which stream runs what, what waits for what, what the host may touch.
 
-On a CPU nothing overlaps. So one test replaces the device by one that lags as far behind the host
-as it may, and the others record every stream and event and read the record.
+Nothing overlaps on a CPU. So one test uses a device that lags as far behind the host as it may. The
+others record every stream and event.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def generated(wrap, **changes):
 @pytest.mark.parametrize("num_slots", [1, 2])
 @pytest.mark.parametrize("max_rows", [1, 3, 17])
 def test_a_device_that_lags_behind_the_host_gives_the_same_rows(num_slots, max_rows):
-    """Rules 1 and 3: lanes and pages freed under an overrun are refilled without harm."""
+    """Rules 1 and 3: lanes and pages freed during an overrun are refilled safely."""
     settings = {"num_slots": num_slots, "max_rows": max_rows}
     prompt = generated(fakes.with_history_model, **settings)
     lagging = generated(
@@ -51,7 +51,7 @@ def test_a_device_that_lags_behind_the_host_gives_the_same_rows(num_slots, max_r
 
 
 class Recorder:
-    """torch's device module as the slots see it, writing down what is asked of it."""
+    """torch's device module as the slots see it; records every call."""
 
     def __init__(self):
         self.log: list[tuple] = []
@@ -105,7 +105,7 @@ class Recorder:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """A two-slot engine with its recorder; copies and kernels are logged with their stream."""
+    """A two-slot engine and its recorder, which logs copies and kernels with their streams."""
     recorder = Recorder()
     monkeypatch.setattr(torch, "get_device_module", lambda device: recorder)
     monkeypatch.setattr(
@@ -175,7 +175,7 @@ def test_the_host_waits_once_a_step_and_only_for_the_batch_before(recorded):
     events = [slot.downloaded for slot in engine.slots.slots]
     launched = [entry[1] for entry in recorder.log if entry[0] == "record" and entry[1] in events]
     waited = [entry[1] for entry in recorder.log if entry[0] == "host"]
-    # In launch order, each once, nothing but downloads.
+    # Only downloads, once each, in launch order.
     assert waited == launched
     order = [entry for entry in recorder.log if entry[1] in events and entry[0] != "wait"]
     for step, entry in enumerate(order[2:-1], start=2):
@@ -189,10 +189,10 @@ def test_a_rollout_follows_the_trainer_and_the_trainer_follows_it(recorded):
     engine, recorder = recorded
     engine.generate(*work())
     log = recorder.log
-    # At the start: an event on the trainer's stream, for which compute waits.
+    # First, compute waits for an event on the trainer's stream.
     assert (log[0][0], log[0][2]) == ("record", "trainer")
     assert log[1:5] == [("wait", log[0][1], stream) for stream in STREAMS]
-    # At the end: an event on compute behind the last batch, for which the trainer waits.
+    # Last, the trainer waits for an event behind the last batch on compute.
     assert (log[-2][0], log[-2][2]) == ("record", "compute")
     assert log[-1] == ("wait", log[-2][1], "trainer")
     last_batch = max(i for i, entry in enumerate(log) if entry[0] == "KV")

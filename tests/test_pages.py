@@ -1,4 +1,4 @@
-"""The page allocator against plain sets, and pages that are found by what they hold."""
+"""The page allocator against plain sets, and pages found by their content."""
 
 from collections import Counter
 
@@ -32,21 +32,20 @@ def make_pool(num_pages: int) -> PageAllocator:
     return pool
 
 
-# What is asked next, and a number that says how much or of whom.
+# An operation, and a number that selects its amount or row.
 asked = st.tuples(
-    st.sampled_from(["grow", "allocate", "allocate", "share", "free"]),
-    st.integers(0, 12),
+    st.sampled_from(["grow", "allocate", "allocate", "share", "free"]), st.integers(0, 12)
 )
 
 
 class Rows:
-    """Rows that begin, grow and end at random, as the scheduler asks for them."""
+    """Rows that start, grow and end at random, as in the scheduler."""
 
     def __init__(self) -> None:
         self.pool = PageAllocator()
         self.num_pages = 1
         self.rows: list[list[int]] = [[]]
-        self.uses: dict[PageUse, int] = {}  # and how many rows have each
+        self.uses: dict[PageUse, int] = {}  # number of rows per use
 
     @property
     def pages(self) -> list[int]:
@@ -67,7 +66,7 @@ class Rows:
         self.uses.update((self.pool.use(page), 1) for page in taken)
 
     def share(self, number: int) -> None:
-        """A new row holds the first pages of another."""
+        """A new row shares the first pages of another."""
         shared = self.rows[number % len(self.rows)][: number // 2]
         self.pool.share(np.array(shared, np.int64))
         self.rows.append(list(shared))
@@ -135,7 +134,7 @@ def test_taking_more_than_all_pages_is_a_bug_of_ours():
         make_pool(3).allocate(3)
 
 
-# A check that cannot fail holds nothing.
+# A check must be able to fail.
 @pytest.mark.parametrize("pages", [[1, 2], [1, 2, 3, 3], [1, 2, 4], [0, 1, 2]], ids=str)
 def test_check_notices(pages):
     pool = make_pool(6)

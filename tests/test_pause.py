@@ -1,4 +1,4 @@
-"""Weights that change in the middle of a rollout, rows that are dropped, rows that are streamed."""
+"""Weights that change during a rollout, aborted rows, and streamed completions."""
 
 from contextlib import closing, suppress
 from itertools import count
@@ -32,7 +32,7 @@ def engine_for(model, **changes):
 
 
 def tight(model, **changes):
-    """Memory for one longest row of `work`, and a half."""
+    """Memory for one and a half of the longest row of `work`."""
     with engine_for(model) as engine:
         page_bytes = engine.worker.kv_cache.layout.page_bytes
     return engine_for(model, kv_bytes=16 * page_bytes, offload_bytes=8 * page_bytes, **changes)
@@ -85,7 +85,7 @@ def test_recomputed_rows_go_on_as_the_new_weights_would(steps, num_slots):
         assert [version for version, _ in versions] == [1, 2][-len(versions) :]
         assert sum(count for _, count in versions) == len(completion.token_ids)
         num_old = sum(count for version, count in versions if version == 1)
-        # Each token as one full forward of the weights that made it would score it.
+        # Expected: one full forward with the weights that made each token.
         by_old, by_new = (
             tiny.logprobs(m, prompt, completion.token_ids, temperature=1.2).tolist()
             for m in (old, model)
@@ -195,10 +195,10 @@ def test_rows_whose_new_weights_cannot_be_followed_are_given_up(monkeypatch):
         assert not engine.busy
         engine.scheduler.check()
         tiny.assert_on_policy(engine, model)
-        assert engine.policy_version == 4  # of three rollouts, and the one before
+        assert engine.policy_version == 4  # three rollouts and the one before
 
 
-# --- rows that are dropped
+# --- aborted rows
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
@@ -233,7 +233,7 @@ def test_dropping_every_row_that_waits_leaves_an_idle_engine():
 
 
 def test_an_interrupt_while_rows_are_dropped_ends_every_row():
-    """Whichever line it comes at, once the first row may be gone: 4 have a lane, and 5 wait."""
+    """At any line after the first row may be gone; 4 rows have a lane and 5 wait."""
     with tight(tiny.build()) as engine:
         wanted = [completion.token_ids for completion in engine.generate(*work())]
         for number in count(10, 40):
@@ -259,7 +259,7 @@ def test_what_is_no_collection_of_ids_drops_no_row():
         assert list(run(engine)) == [row]
 
 
-# --- rows that are streamed
+# --- streaming
 
 
 def test_rows_are_yielded_as_they_finish():
@@ -287,23 +287,27 @@ def test_a_stream_that_is_closed_early_drops_its_rows():
         engine.scheduler.check()
         assert engine.scheduler.pages.num_used == 0
         assert len(engine.generate(*work())) == 9
-        engine.stream(*work()).close()  # never begun
+        engine.stream(*work()).close()  # closed before the first completion
         assert not engine.busy
 
 
 @pytest.mark.parametrize("part", [HostPages, Admitter])
-def test_an_interrupt_while_a_stream_is_closed_leaves_an_idle_engine(monkeypatch, part):
+@pytest.mark.parametrize("call", ["close", "sleep"])
+def test_an_interrupt_in_stream_close_or_sleep_leaves_a_usable_engine(monkeypatch, part, call):
     with engine_for(tiny.build()) as engine:
+        wanted = [completion.token_ids for completion in engine.generate(*work())]
         stream = engine.stream(*work())
-        next(stream)
-        monkeypatch.setattr(
-            rollout.scheduler.scheduler, part.__name__, fakes.interrupted_once(part)
-        )
+        if call == "close":
+            next(stream)
+        interrupted = fakes.interrupted_once(part)
+        monkeypatch.setattr(rollout.scheduler.scheduler, part.__name__, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            stream.close()
+            (stream.close if call == "close" else engine.sleep)()
         assert not engine.busy
         engine.scheduler.check()
-        assert len(engine.generate(*work())) == 9
+        assert [completion.token_ids for completion in engine.generate(*work())] == wanted
+        engine.sleep()
+        assert engine.asleep
 
 
 def test_a_stream_says_at_once_what_is_wrong_and_begins_when_it_is_asked():

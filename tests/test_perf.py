@@ -1,4 +1,4 @@
-"""Times of the 8B shape on one GPU, each as a ratio to another taken in the same run.
+"""Times of the 8B shape on one GPU, as ratios to other times of the same run.
 
 `pytest -m perf tests/test_perf.py -s` prints them.
 """
@@ -65,7 +65,7 @@ def opened(model, config):
 
 
 def step_ms(engine, rows, context):
-    """A decode step as the replay of one captured graph, over random keys and values."""
+    """A decode step: one graph replayed over random keys and values."""
     graphs, lanes, page = (
         engine.worker.graphs,
         engine.worker.graphs.forward.lanes,
@@ -174,7 +174,7 @@ def test_the_trainers_attention_is_as_fast_as_torchs_flash(tokens):
 
 
 def test_a_prompt_is_prefilled_at_the_speed_of_products(model):
-    """32 x 4,096 tokens, beside as many operations of one large product."""
+    """32 x 4,096 tokens, against one large matrix product with as many operations."""
     prompts = torch.randint(100, 1000, (32, 4097)).tolist()
     states = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(12_288, 4096, device="cuda", dtype=torch.bfloat16)
@@ -191,9 +191,9 @@ def test_a_prompt_is_prefilled_at_the_speed_of_products(model):
 
 
 def batches_of(events):
-    """Batches as a profiler sees them: what ran since the last replay, to the end of the next.
+    """Batches in a profile: from the end of the previous replay to the end of the next.
 
-    All kernels of a replay have one correlation id, any other kernel has its own.
+    All kernels of a replay share one correlation id; any other kernel has its own.
     """
     replays = {key for key, n in Counter(map(correlation, events)).items() if n > 50}
     last = {correlation(event): index for index, event in enumerate(events)}
@@ -209,7 +209,7 @@ def correlation(event):
 
 @pytest.mark.parametrize("num_slots", [2, 1])
 def test_stamps_and_a_profiler_agree_on_how_busy_the_device_is(model, num_slots):
-    """Within 2 points, of one run; one slot leaves the device waiting, which both are to see."""
+    """Within 2 points in one run. One slot leaves the device idle at times, so both must see it."""
     work = Workload(model, 32, 512, 200, copy_bandwidth("cuda", "cuda"), fuse_projections=True)
     with engine_run(work, num_slots) as run:
         run.generate([2] * work.rows)  # captures
@@ -219,7 +219,7 @@ def test_stamps_and_a_profiler_agree_on_how_busy_the_device_is(model, num_slots)
         stats, decoding = run.engine.stats, tracer.timeline.decoding()
         step_s = decoding.span_s("compute") / len(decoding.on("compute"))
         in_kernel = kernel_share(work, run.generate, step_s)
-    batches = list(batches_of(events))  # the first has all of the prefill
+    batches = list(batches_of(events))  # the first includes the prefill
     assert len(batches) == stats.decode_steps
     in_batch, whole = decoding.busy_share("compute"), stats.shares.busy_s / stats.duration_s
     seen = Timeline(batches[1:]).busy_share("compute")
@@ -237,7 +237,7 @@ def test_stamps_and_a_profiler_agree_on_how_busy_the_device_is(model, num_slots)
 
 @contextmanager
 def without_metrics(engine):
-    """Nothing is counted or stamped, and the driver is not asked."""
+    """Record no counts and no stamps, and do not query the driver."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_count", "_time"):
             patch.setattr(engine, name, lambda *_: None)
@@ -263,7 +263,7 @@ def test_metrics_cost_half_a_percent_at_most(model):
 
 
 def test_training_on_padded_rows_is_as_fast_as_with_transformers_own_attention():
-    """Four layers of the 8B shape on 4 rows of up to 4,096 tokens, padded as TRL pads them."""
+    """Four layers of the 8B shape, 4 rows of up to 4,096 tokens, padded like TRL's."""
     config = AutoConfig.for_model(**{**SHAPES["qwen3-8b"], "num_hidden_layers": 4})
     with torch.device("cuda"):
         small = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()

@@ -1,4 +1,4 @@
-"""PPO on stock TRL: what it hands to the policy's loss, to the critic, and to the logs."""
+"""PPO on stock TRL: what the policy's loss, the critic and the log receive."""
 
 from statistics import mean
 
@@ -26,7 +26,7 @@ from trainers import (
 
 
 class Constant(torch.nn.Module):
-    """Says the same of every state; a critic that is not to learn needs a learning rate of 0."""
+    """A critic with one value for every state. Set its learning rate to 0 to keep the value."""
 
     def __init__(self, value=0.0):
         super().__init__()
@@ -40,14 +40,14 @@ STOPS = [tiny.EOS, *range(20, 30)]
 
 
 def often_stopping():
-    """A model of which about a fifth of the tokens end a completion."""
+    """A model with about a fifth of its tokens as EOS."""
     model = tiny.build()
     model.generation_config.eos_token_id = STOPS
     return model
 
 
 def build(tmp_path, kind=RolloutPPOTrainer, config=RolloutPPOConfig, **changes):
-    """A trainer on the CPU; `changes` are arguments of its config and of its own."""
+    """A trainer on the CPU; `changes` go to its config or its constructor."""
     own = ("value_model", "model", "reward_funcs", "processing_class", "train_dataset")
     own += ("peft_config", "tools", "environment_factory")
     given = {name: changes.pop(name) for name in own if name in changes}
@@ -66,7 +66,7 @@ def build(tmp_path, kind=RolloutPPOTrainer, config=RolloutPPOConfig, **changes):
 
 
 def rollouts_of(trainer):
-    """What each rollout handed on: filled while the trainer trains."""
+    """A list that each rollout of the trainer is appended to, as handed to the loss."""
     score, rollouts = trainer._generate_and_score_completions, []
 
     def spying(inputs):
@@ -84,7 +84,7 @@ def weights(module):
 
 def test_it_trains_on_the_engines_rollouts_and_logs_what_they_were_worth(tmp_path):
     trainer = build(tmp_path, value_epochs=2, value_clip=0.2)
-    trainer.model.generate = None  # which TRL would call without the engine
+    trainer.model.generate = None  # TRL would call it without the engine
     policy, critic = weights(trainer.model), weights(trainer.critic.model)
     rollouts = rollouts_of(trainer)
     trainer.train()
@@ -121,7 +121,7 @@ def test_trl_generates_by_itself_for_the_plain_trainer(tmp_path):
 
 
 def test_a_zero_critic_hands_every_token_its_rows_reward(tmp_path):
-    """Injected faults `advantage shifted by one` and `reward on padding` fail here."""
+    """Catches the faults `advantage shifted by one` and `reward on padding`."""
     fixed = {"value_model": Constant(), "value_learning_rate": 0.0}
     trainer = build(tmp_path, whiten_advantages=False, **fixed)
     rollouts = rollouts_of(trainer)
@@ -137,7 +137,7 @@ def test_a_zero_critic_hands_every_token_its_rows_reward(tmp_path):
 @pytest.mark.parametrize(("same", "times"), [(0.3, 0), (None, 3)])
 def test_explained_is_a_share_of_returns_that_differ(tmp_path, same, times):
     def judge(completion_ids, **columns):
-        """Small numbers, whose variance is 1e-12 or so."""
+        """Small numbers with a variance near 1e-12."""
         rewards = trl_trainer.reward(completion_ids)
         return [1e-6 * each if same is None else same for each in rewards]
 
@@ -149,7 +149,7 @@ def test_explained_is_a_share_of_returns_that_differ(tmp_path, same, times):
 
 
 def test_an_advantage_belongs_to_the_state_before_its_token(tmp_path):
-    """With lambda 0: `r_t + V_{t+1} - V_t`, by one plain forward of the critic over each row."""
+    """With lambda 0 it is `r_t + V_{t+1} - V_t`; the values come from a plain forward per row."""
     trainer = build(tmp_path, lam=0.0, whiten_advantages=False, max_steps=1)
     torch.nn.init.normal_(trainer.critic.model.head.weight)
     model, values = trainer.critic.model, []
@@ -183,7 +183,7 @@ def gradient(trainer, scored):
 
 
 def test_a_critic_that_knows_the_groups_mean_is_grpo_without_scaling(tmp_path):
-    """One group, gamma = lambda = 1, no whitening: the same gradient of the policy."""
+    """With one group, gamma = lambda = 1 and no whitening, the policy's gradient is GRPO's."""
     shared = {"num_generations": 8, "max_steps": 1, "beta": 0.0}
     plain = build(tmp_path, RolloutGRPOTrainer, GRPOConfig, scale_rewards="none", **shared)
     rollouts = rollouts_of(plain)
@@ -212,7 +212,7 @@ def test_a_row_that_nobody_could_judge_teaches_nobody(tmp_path):
 
 
 def test_completions_that_were_cut_off_pay_or_go_on(tmp_path):
-    """With a critic that says 0.5 of every state, and a last reward of 0."""
+    """The critic's value is 0.5 everywhere, and the reward is 0."""
     shared = {
         "value_model": Constant(0.5),
         "value_learning_rate": 0.0,
@@ -269,14 +269,14 @@ def test_the_policy_stands_still_while_the_critic_warms_up(tmp_path):
     trainer = build(tmp_path, value_warmup_steps=2)
     trainer.train()
     assert not torch.equal(weights(trainer.model), policy)
-    # Had Adam counted the others, its first steps would go further than its rate.
+    # Adam must not count the warm-up steps, or its first updates would be too large.
     assert {each["step"].item() for each in trainer.optimizer.state.values()} == {1}
 
 
 @pytest.mark.parametrize("kind", [PPOTrainer, RolloutPPOTrainer])
 def test_divergence_is_paid_in_the_reward_and_not_in_the_loss(tmp_path, kind):
     model, folder = often_stopping(), str(tmp_path / "model")
-    model.save_pretrained(folder)  # where TRL finds the reference
+    model.save_pretrained(folder)  # TRL loads the reference from here
     model.config._name_or_path = folder
     arguments = {"kl_coef": 0.5, "whiten_advantages": False, "learning_rate": 1e-3}
     trainer = build(tmp_path, kind, model=model, value_model=Constant(), **arguments)
@@ -292,7 +292,7 @@ def test_divergence_is_paid_in_the_reward_and_not_in_the_loss(tmp_path, kind):
     assert torch.equal(gradient(trainer, elsewhere), gradient(trainer, scored))
     kept = scored["completion_mask"].bool()
     spread = scored["advantages"][:, 0] - scored["advantages"][:, 1]
-    assert spread[kept[:, 1]].abs().max() > 1e-4  # a price a token
+    assert spread[kept[:, 1]].abs().max() > 1e-4  # the KL penalty differs per token
 
 
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path):
@@ -309,7 +309,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path):
 
 
 def test_the_schedule_counts_rollouts_and_not_steps(tmp_path):
-    """Two pieces a step; four a rollout, which is used twice: four steps of the trainer each."""
+    """2 micro-batches a step; 4 a rollout, used twice: one rollout serves 4 steps."""
     trainer = build(
         tmp_path,
         per_device_train_batch_size=2,
@@ -335,7 +335,7 @@ def test_adapters_learn_beside_a_critic_that_has_none(tmp_path):
 
 
 class WidestLogits(TorchDispatchMode):
-    """Most rows that a tensor with a column a token of the vocabulary has had."""
+    """Largest number of rows of any tensor that is as wide as the vocabulary."""
 
     def __init__(self, vocab):
         super().__init__()
@@ -350,25 +350,25 @@ class WidestLogits(TorchDispatchMode):
 
 
 def test_logits_of_all_tokens_are_never_held(tmp_path, monkeypatch):
-    """TRL's head goes through some tokens at a time, and the critic has no logits."""
+    """TRL's head takes a few tokens at a time, and the critic has no logits."""
     monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", 16)
     trainer = build(tmp_path, per_device_train_batch_size=32, max_steps=1, eval_strategy="no")
     with WidestLogits(trainer.model.config.vocab_size) as logits:
         trainer.train()
-    # The engine draws a token for each row, and the head's own weights are as wide.
+    # The engine samples one token per row. The head's weights are as wide as logits.
     few = max(32, trainer.model.config.hidden_size)
     assert 32 <= logits.most <= few < 32 * trainer.max_completion_length
 
 
 def test_accumulated_gradients_make_the_same_step(tmp_path):
-    """One batch of eight rows, or four of two: one rollout, and one update of each model."""
+    """One batch of eight rows against four of two, in one rollout."""
     runs = []
     for rows, pieces in ((8, 1), (2, 4)):
         trainer = build(
             tmp_path,
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=pieces,
-            optim="sgd",  # Adam would divide rounding by rounding
+            optim="sgd",  # Adam would amplify rounding
             max_steps=1,
         )
         trainer.train()
@@ -406,7 +406,6 @@ def test_grpos_arguments_are_not_enough(tmp_path):
 
 
 def share(completion_ids, digit, **_):
-    """The share of tokens that are the right digit."""
     rights = [run_length.VOCAB[each] for each in digit]
     return [ids.count(right) / 4 for ids, right in zip(completion_ids, rights, strict=True)]
 
@@ -414,7 +413,7 @@ def share(completion_ids, digit, **_):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_learns_to_copy(tmp_path, seed):
-    """`7=` is answered by `7777`: a random model does so by a tenth at most."""
+    """`7=` is answered by `7777`. A random model gets at most a tenth right."""
     tokenizer = run_length.build_tokenizer()
     rows = [{"prompt": f"{number % 10}=", "digit": str(number % 10)} for number in range(640)]
     trainer = build(

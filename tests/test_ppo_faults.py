@@ -1,7 +1,6 @@
-"""Faults that a rising reward may not show, put in one by one: the test that guards fails.
+"""Inject faults that a rising reward may not show; a test of this suite must catch each.
 
-Two of them, the shifted advantage and the reward on padding, learn as well as none. What guards is
-a test of this suite, run here with the fault and where it stands without.
+The shifted advantage and the reward on padding even learn as well as correct code.
 """
 
 from dataclasses import replace
@@ -20,7 +19,7 @@ from trainers.ppo.critic import Critic
 
 
 def test_rollouts_are_scored_as_the_trainer_scores_them(tmp_path):
-    """By the weights of each update, and at the trainer's own temperature."""
+    """With the weights of each update and the trainer's temperature."""
     trainer = test_ppo.build(tmp_path, temperature=0.8)
     trainer.train()
     gaps = trl_trainer.logged(trainer, "rollout/logp_gap_max")
@@ -33,7 +32,7 @@ def shift_the_advantage(gae):
 
 
 def reward_the_padding(_):
-    """One token behind the last, as TRL's former PPO trainer did, or at the end of a full row."""
+    """The reward is one token after the last, as in TRL's former PPO trainer."""
 
     def late(scores, mask, kl, kl_coef):
         lengths = mask.sum(1, keepdim=True).clamp(max=mask.shape[1] - 1)
@@ -50,7 +49,7 @@ def reward_the_first_token(_):
 
 
 def read_the_action(values):
-    """The value of a token is that of the state behind it."""
+    """A token's value is that of the state after it."""
 
     def leaking(*args):
         said = values(*args)
@@ -60,7 +59,7 @@ def read_the_action(values):
 
 
 def roll_out_stale_weights(bind):
-    """The engine runs a copy of the weights that it began with."""
+    """The engine runs on a copy of the initial weights."""
     seen = set()
 
     def bound_once(base, live):

@@ -1,4 +1,4 @@
-"""PPO on two processes of a CPU (gloo) is PPO on one: policy, critic, and what both learn from."""
+"""PPO on two CPU processes (gloo) learns as on one: policy, critic and metrics."""
 
 import os
 import subprocess
@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 TESTS = Path(__file__).parent
 KINDS = ("model", "adapter", "head")
 STEPS, ROWS = 3, 8
-# Of weights that have moved by 1e-2 and more. Sums over rows are rounded in another order, which
-# SGD leaves at 1e-7 in the policy; Adam divides the critic's small gradients by their own size.
+# For the policy and the critic, whose weights move by more than 1e-2. Sums over rows round in
+# another order: a difference of 1e-7 with SGD, which Adam amplifies in the critic.
 TOLERANCES = (1e-6, 5e-5)
 
 SCRIPT = """
@@ -31,7 +31,7 @@ torch.save(results, folder / f"{rank}.pt")
 
 
 def learn(folder):
-    """What this rank finds: of a critic by itself, and of a trainer with each kind of critic."""
+    """Results of this rank: a critic alone, and a trainer with each kind of critic."""
     critic, rollout = test_critic.build(), test_critic.batch()
     rank, count = critic.accelerator.process_index, critic.accelerator.num_processes
     half = test_critic.ROWS // count
@@ -45,8 +45,7 @@ def learn(folder):
 def train(folder, kind, rank, count):
     """The whole trainer on this rank's share of eight rows a step.
 
-    A row's random numbers are by its place among all rows, whatever rank it is on, so that one and
-    two ranks draw the same completions.
+    Seeds depend on a row's place among all rows, so one and two ranks draw the same completions.
     """
     own = ROWS // count
     trainer = test_ppo.build(
@@ -79,7 +78,6 @@ def weights(trainer):
 
 
 def on_two_ranks(tmp_path):
-    """What each of two processes finds."""
     (tmp_path / "learn.py").write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     paths = [str(folder) for folder in (TESTS.parent, TESTS, TESTS.parent / "examples")]
@@ -95,7 +93,7 @@ def on_two_ranks(tmp_path):
 
 
 def together(ranks, width):
-    """Rows of both ranks, each padded to the longest of its own, one after the other."""
+    """Rows of both ranks, one after the other, padded to `width`."""
     return [
         torch.cat([pad(x, (0, width - x.shape[1])) for x in both])
         for both in zip(*ranks, strict=True)
@@ -116,7 +114,7 @@ def test_two_ranks_learn_as_one_does_with_all_rows(tmp_path):
             rows = together([rank["rows"][step] for rank in two], mask.shape[1])
             assert torch.equal(rows[1], mask)
             assert torch.equal(rows[0] * mask, ids * mask)
-            # Whitened over both ranks: by itself, each would have a mean of 0.
+            # Whitening spans both ranks, so one rank's mean is not 0.
             torch.testing.assert_close(rows[2], advantages, atol=1e-5, rtol=1e-5)
             assert abs(two[0]["rows"][step][2].sum()) > 1e-2
         for place, tolerance in enumerate(TOLERANCES):

@@ -1,4 +1,4 @@
-"""PPO over turns with tools and environments: their tokens lie between those of the policy."""
+"""PPO with tools and environments, whose tokens lie between the policy's."""
 
 import pytest
 import test_ppo
@@ -16,7 +16,7 @@ KINDS = {
 
 
 def build(tmp_path, **changes):
-    """A trainer of conversations with short turns, and a critic that says 0."""
+    """A trainer with conversations of short turns and a critic of zeros."""
     tokenizer, model = tiny.tokenizer(), tiny.build()
     tokenizer.chat_template = test_tools.TEMPLATE
     tokenizer.response_template = "set, and never read"
@@ -41,7 +41,7 @@ def build(tmp_path, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reward_passes_over_what_the_policy_did_not_write(tmp_path, calls, kind):  # noqa: F811
-    """It is worth half at each token of the policy, and loses nothing at those between."""
+    """gamma 0.5 halves it per policy token; tool tokens do not discount it."""
     (name, arguments), changes = KINDS[kind]
     calls.update(name=name, arguments=arguments)
     trainer = build(tmp_path, **changes)

@@ -1,4 +1,4 @@
-"""Rollouts round as the trainer does, whatever dtypes weights, autocast and head have."""
+"""Rollouts round as the trainer does, for all dtypes of weights, autocast and head."""
 
 import pytest
 import tiny
@@ -41,7 +41,7 @@ def test_log_probabilities_are_close_to_the_trainers_own(tmp_path, kind, head, t
 
 @pytest.mark.parametrize("casts", [False, True])
 def test_what_casting_weights_costs_is_logged_once_a_version(tmp_path, casts):
-    """Of float32 masters under bf16 autocast; the second turn of a rollout casts nothing."""
+    """Float32 weights under bf16 autocast; the rollout's second turn casts nothing."""
     trainer = trl_trainer.build(tmp_path, bf16=casts)
     generator = trl_trainer.attach(trainer)
     single_turn, costs = trainer._generate_single_turn, []

@@ -1,4 +1,4 @@
-"""What a training says on the terminal about its rollouts."""
+"""What training prints on the terminal about rollouts."""
 
 import logging
 import sys
@@ -17,7 +17,7 @@ from trainers.reporting.progress import progress, shows_progress
 
 
 class Terminal:
-    """Standard error, which is a terminal or is none."""
+    """A standard error stream that is or is not a terminal."""
 
     def __init__(self, is_terminal):
         self.text, self._is_terminal = "", is_terminal
@@ -71,7 +71,7 @@ def test_the_bar_says_what_the_engine_does(monkeypatch):
     engine = SimpleNamespace(observing=lambda observer: nullcontext(told.append(observer)))
     told = []
     with progress(engine, 12, max_new_tokens=50):
-        # Seconds, steps and their rows since the state before; rows live and waiting then.
+        # Seconds, steps and their rows since the previous state; live and waiting rows.
         for state in [(2, 10, 60, 7, 3), (4, 10, 60, 6, 0), (8, 20, 40, 5, 0)]:
             now[0], num_steps, num_rows, engine.num_live, engine.num_waiting = state
             for _ in range(num_steps):
@@ -80,7 +80,7 @@ def test_the_bar_says_what_the_engine_does(monkeypatch):
     shown = [line for line in screen.text.split("\r") if "tok/s" in line]
     assert "7 live, 300 tok/s]" in shown[0]
     assert "6 live, 300 tok/s, at most 00:08 to the end]" in shown[1]  # 41 steps of 0.2 s
-    assert "5 live, 250 tok/s, at most 00:04 to the end]" in shown[2]  # 21 of them
+    assert "5 live, 250 tok/s, at most 00:04 to the end]" in shown[2]  # 21 steps
 
 
 def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
@@ -94,11 +94,11 @@ def test_the_bar_counts_rows_and_knows_its_tail(monkeypatch):
     shown = [line for line in screen.text.split("\r") if "tok/s" in line]
     first = next(line for line in shown if "1/6" in line)
     assert " live" in first
-    assert "to the end" not in first  # rows wait, so nobody knows
+    assert "to the end" not in first  # unknown while rows wait
     assert "6/6" in shown[-1]
     assert "0 live" in shown[-1]
     assert "at most 00:0" in shown[-1]
-    assert screen.text.endswith("\r")  # and is cleared
+    assert screen.text.endswith("\r")  # the bar is cleared
 
 
 def test_a_training_draws_it_where_it_draws_its_own(tmp_path, monkeypatch):
@@ -137,15 +137,6 @@ def test_a_terminal_shows_one_line_a_rollout_and_none_of_its_metrics(
     assert disable_tqdm is (
         "rollout/left" in capsys.readouterr().out
     )  # a closed bar prints nothing
-
-
-def test_other_ranks_print_nothing(tmp_path, monkeypatch, capsys):
-    trainer = trl_trainer.build(tmp_path)
-    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
-    generator = trl_trainer.attach(trainer)
-    trainer._generate(["xyz"] * 4)
-    generator.detach()
-    assert "rollout: " not in capsys.readouterr().out
 
 
 def test_a_callback_of_the_users_own_shows_what_it_likes(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""4-bit layers of bitsandbytes, where it is installed: their storage is the trainer's as well."""
+"""4-bit layers of bitsandbytes, if installed: the twin shares their storage, too."""
 
 import importlib.util
 
@@ -21,7 +21,7 @@ ENGINE = EngineConfig(max_rows=4, page_tokens=4)
 
 @pytest.fixture(params=[False, True], ids=["nf4", "double"])
 def model(request, tmp_path):
-    """As users load it; the layers' weights have half a byte a number."""
+    """Loaded as users load it; a weight of its layers has half a byte."""
     tiny.build().save_pretrained(tmp_path / "model")
     config = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -62,7 +62,7 @@ def test_adapters_on_4_bit_layers_are_followed_while_they_learn(model, tmp_path)
     )
     generator = trl_trainer.attach(trainer)
     trainer.train()
-    # TRL has such adapters in bf16, and where a last bit decides how one rounds, 1e-4 is the gap.
+    # TRL keeps these adapters in bf16, and a different last bit gives gaps of 1e-4.
     assert max(trl_trainer.logged(trainer, "rollout/logp_gap_max")) < 1e-3
     assert generator.engine.worker.twin.num_builds == 1
 

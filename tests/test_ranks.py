@@ -1,4 +1,4 @@
-"""Two processes on the CPU (gloo): each generates for itself, and both fail together."""
+"""Two CPU processes (gloo): each generates for itself, and both fail together."""
 
 import importlib.util
 
@@ -46,7 +46,7 @@ write({"loads": loads, "back": same, "known": known, "phases": phases})
 
 RUNS = {"balance": (BALANCE, "balance", "no"), **TRAININGS}
 
-# Each in processes of its own: ZeRO-3 leaves a linear function of its own in torch.
+# Each in its own processes, because ZeRO-3 patches torch's linear function for good.
 ZERO_RUNS = {
     "zero2, balanced": (TRAIN, "zero2, balanced", "no"),
     "zero2, lora": (TRAIN, "zero2, lora", "bf16"),
@@ -63,7 +63,7 @@ def found_in(tmp_path_factory):
 
 
 def found_of(name, found_in, folder):
-    """What two processes have found in one run."""
+    """Results of two processes for one run."""
     if name in found_in:
         return found_in[name]
     return on_two_ranks(folder, {name: ZERO_RUNS[name]})[name]
@@ -96,7 +96,7 @@ def test_rows_are_shared_out_by_known_lengths_and_come_back_in_order(found_in):
         assert each["phases"] == ["DISTRIBUTING", "GENERATING", "REPORTING"] * 2
         assert each["back"] == [[[100 * rank + row, own[row // 4]] for row in range(12)]] * 2
     first, then = zip(*(each["loads"] for each in found_in["balance"]), strict=True)
-    assert first == (4 * 240, 4 * 33)  # nothing is known: each its own
+    assert first == (4 * 240, 4 * 33)  # lengths are unknown: each rank keeps its rows
     assert sorted(then) == [4 * (90 + 12 + 11 + 10), 4 * (80 + 70)]
 
 

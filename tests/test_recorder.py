@@ -1,4 +1,4 @@
-"""Counts of one rollout, and who else is told of its batches."""
+"""Counts of one rollout, and the observers of its batches."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,6 @@ CONFIG = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=9)
 
 
 class Witness(Observer):
-    """Keeps what it was told."""
-
     def __init__(self):
         self.calls, self.batches, self.num_bytes, self.completions = [], [], 0, []
 
@@ -80,7 +78,7 @@ def test_each_batch_is_planned_launched_and_settled_in_that_order(num_slots):
     config = EngineConfig(max_rows=3, page_tokens=4, num_slots=num_slots)
     with RolloutEngine(tiny.build(), config) as engine:
         witness = observed(engine, tiny.prompts(5), SamplingParams(max_new_tokens=4))
-        engine.generate(tiny.prompts(2), SamplingParams(max_new_tokens=2))  # not told of
+        engine.generate(tiny.prompts(2), SamplingParams(max_new_tokens=2))  # not observed
     steps = [(call, batch) for call, batch in witness.calls if batch is not None]
     for batch in witness.batches:
         assert [call for call, each in steps if each is batch] == ["planned", "launched", "settled"]
@@ -96,14 +94,3 @@ def test_an_overrun_is_a_decoded_row_that_no_completion_has():
         engine.generate([[9, 10]] * 2, SamplingParams(max_new_tokens=4, eos_token_ids=every))
         assert (engine.stats.generated_tokens, engine.stats.overrun_tokens) == (2, 2)
         assert engine.stats.num_stopped == 2
-
-
-def test_memory_is_counted_where_it_is_taken_and_given_back():
-    with RolloutEngine(tiny.build(), CONFIG) as engine:
-        engine.generate([[9, 10]], SamplingParams(max_new_tokens=4))
-        engine.sleep()
-        stats = engine.stats
-    assert stats.wake_s > 0
-    assert stats.sleep_s > 0
-    assert stats.whole_s == stats.duration_s + stats.sleep_s
-    assert stats.time_shares["sleep"] >= (stats.wake_s + stats.sleep_s) / stats.whole_s - 1e-9

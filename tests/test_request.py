@@ -1,8 +1,4 @@
-"""What a request may ask for, and what the nouns promise."""
-
-import copy
-import pickle
-from dataclasses import FrozenInstanceError, replace
+"""Which requests are accepted, and what the request classes promise."""
 
 import numpy as np
 import pytest
@@ -37,10 +33,18 @@ def test_good_values_are_kept(knobs):
         ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0: "),
         ({"max_new_tokens": "8"}, "max_new_tokens='8': "),
         ({"max_new_tokens": None}, "max_new_tokens=None: "),
+        ({"max_new_tokens": True}, "max_new_tokens=True: "),
         ({"temperature": -0.1}, r"temperature=-0\.1: "),
         ({"temperature": NAN}, "temperature=nan: "),
         ({"temperature": float("inf")}, "temperature=inf: "),
         ({"temperature": 1e39}, r"temperature=1e\+39: "),
+        ({"temperature": 1e-42}, "temperature=1e-42: "),
+        ({"temperature": "hot"}, "temperature='hot': "),
+        ({"temperature": 10**400}, "temperature=10{400}: "),
+        ({"eos_token_ids": None}, "eos_token_ids=None: "),
+        ({"eos_token_ids": (1.5,)}, r"token in eos_token_ids=1\.5: "),
+        ({"eos_token_ids": (-1,)}, "token in eos_token_ids=-1: "),
+        ({"stop_strings": ["a"]}, r"stop_strings=\['a'\]: "),
         ({"top_k": -2}, "top_k=-2: "),
         ({"top_k": 1.5}, r"top_k=1\.5: "),
         ({"top_p": 0.0}, r"top_p=0\.0: "),
@@ -72,30 +76,12 @@ def test_a_word_of_several_tokens_is_refused_and_told_what_to_do_instead():
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("max_tokens", r"did you mean 'max_new_tokens'\?"),
-        ("temprature", r"did you mean 'temperature'\?"),
-        ("eos_token_id", r"did you mean 'eos_token_ids'\?"),
-        ("repetition_penality", r"did you mean 'repetition_penalty'\?"),
-        (
-            "qqq",
-            "it has bad_words_ids, eos_token_ids, frequency_penalty, max_new_tokens, .*",
-        ),
-    ],
-)
-def test_an_unknown_name_gets_the_right_one(name, hint):
-    with pytest.raises(RequestError, match=f"^SamplingParams has no '{name}'; {hint}$"):
-        SamplingParams(**{"max_new_tokens": 4, name: 1})
-
-
-@pytest.mark.parametrize(
     ("knobs", "draw"),
     [
         ({}, Draw.PLAIN),
         ({"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1}, Draw.PLAIN),
         ({"temperature": 0.3, "eos_token_ids": (2,)}, Draw.PLAIN),
-        ({"min_new_tokens": 3}, Draw.PLAIN),  # nothing could end it before
+        ({"min_new_tokens": 3}, Draw.PLAIN),  # no EOS, so nothing to suppress
         ({"top_k": 5}, Draw.FILTERED),
         ({"top_p": 0.99}, Draw.FILTERED),
         ({"min_p": 0.01}, Draw.FILTERED),
@@ -132,22 +118,6 @@ def test_token_flags_count_what_the_row_has_generated():
     ]
 
 
-def test_sampling_params_are_frozen_and_compare_by_value():
-    sampling = SamplingParams(max_new_tokens=4, eos_token_ids=(2,))
-    with pytest.raises(FrozenInstanceError):
-        sampling.temperature = 0.0
-    assert sampling == SamplingParams(eos_token_ids=(2,), max_new_tokens=4)
-    assert hash(sampling) == hash(copy.copy(sampling))
-    assert pickle.loads(pickle.dumps(sampling)) == copy.deepcopy(sampling) == sampling
-
-
-def test_replace_checks_again():
-    sampling = SamplingParams(max_new_tokens=4)
-    assert replace(sampling, temperature=0.0).max_new_tokens == 4
-    with pytest.raises(RequestError, match="max_new_tokens=0"):
-        replace(sampling, max_new_tokens=0)
-
-
 def test_a_rows_most_tokens_are_prompt_and_longest_completion():
     request = Request(np.array([5, 6, 7]), SamplingParams(max_new_tokens=9))
     assert request.max_tokens == 12
@@ -157,7 +127,7 @@ def test_a_rows_most_tokens_are_prompt_and_longest_completion():
 def test_nouns_with_arrays_compare_by_identity():
     sampling = SamplingParams(max_new_tokens=1)
     one, other = (Request(np.array([1, 2]), sampling) for _ in range(2))
-    assert one != other  # and no error from comparing arrays
+    assert one != other  # comparing arrays must not raise
     assert len({one, other}) == 2
 
 

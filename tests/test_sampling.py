@@ -1,4 +1,4 @@
-"""Draws follow the softmax, and depend on nothing but the row's seed and the position."""
+"""Draws follow the softmax and depend only on the row's seed and position."""
 
 import math
 
@@ -90,7 +90,7 @@ def test_logprobs_are_at_temperature_over_the_whole_vocabulary():
     logits = torch.randn(16, 30, dtype=torch.bfloat16)
     temperature = torch.linspace(0.3, 2.0, 16)
     tokens, logprobs = sample(logits, temperature, torch.arange(16), torch.arange(16))
-    # TRL's fused head multiplies by the inverse, so that a division would be a last bit off.
+    # TRL's fused head multiplies by the inverse; a division would change the last bit.
     wanted = (logits.float() * (1 / temperature)[:, None]).log_softmax(1)
     assert torch.equal(logprobs, wanted.gather(1, tokens[:, None]))
     divided = (logits.float() / temperature[:, None]).log_softmax(1)

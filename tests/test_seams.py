@@ -1,4 +1,4 @@
-"""Each trainer of TRL that can generate through vLLM generates through the engine instead."""
+"""Each TRL trainer that can generate with vLLM generates with the engine."""
 
 import pytest
 import tiny
@@ -33,7 +33,7 @@ def test_attach_sets_it_and_detach_leaves_nothing_behind(kind, tmp_path):
 
 @each_kind
 def test_it_trains_on_what_the_engine_generates(kind, tmp_path):
-    """Three steps; all rollouts are the engine's, each on the weights that the trainer then has."""
+    """In three steps, each rollout is the engine's, on the trainer's weights at that moment."""
     trainer = trl_family.build(kind, tmp_path)
     generator = trl_trainer.attach(trainer)
     trainer.model.generate = None

@@ -1,4 +1,4 @@
-"""Weights that the engine holds itself: whole ones of sharded parameters."""
+"""Weights that the engine holds itself, because the trainer shards or quantises them."""
 
 import pytest
 import tiny
@@ -24,7 +24,7 @@ def process_group():
 
 
 def shard(model, dtype=None):
-    """As accelerate does it: each layer, and the rest."""
+    """Shard each layer, then the rest, as accelerate does."""
     options = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": MixedPrecisionPolicy(dtype)}
     for module in list(model.modules()):
         if type(module).__name__.endswith("DecoderLayer"):
@@ -78,7 +78,7 @@ def test_find_shadowed_have_the_dtype_of_the_trainers_forward(tied):
     with torch.no_grad():
         wanted = model(ids).logits
         assert torch.equal(twin.base(ids).logits, wanted.bfloat16())
-        assert not isinstance(model.lm_head.weight, DTensor)  # left whole by that forward
+        assert not isinstance(model.lm_head.weight, DTensor)  # that forward leaves it gathered
         twin.refresh()
     assert isinstance(model.lm_head.weight, DTensor)
 
@@ -98,7 +98,7 @@ def test_adapters_of_a_sharded_model_are_followed():
 
 
 def quantised():
-    """A model with a layer as bitsandbytes stores it: two numbers a byte, called float16."""
+    """A model with a layer as bitsandbytes stores it: two numbers per byte, typed float16."""
     model = tiny.build()
     linear = model.model.layers[1].mlp.up_proj
     packed = torch.zeros(linear.weight.numel() // 4, 1, dtype=torch.float16)

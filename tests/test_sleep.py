@@ -1,4 +1,4 @@
-"""Sleep gives memory back, and waking changes no token; nothing leaks over many rollouts."""
+"""Sleep frees memory, waking changes no token, and many rollouts leak nothing."""
 
 import gc
 import logging
@@ -11,7 +11,6 @@ import tiny
 import torch
 
 import rollout.runner.worker
-import rollout.scheduler.scheduler
 from rollout import (
     EngineBusy,
     EngineClosed,
@@ -21,8 +20,6 @@ from rollout import (
     SamplingParams,
 )
 from rollout.memory.kv_cache import KVCache
-from rollout.scheduler.admission import Admitter
-from rollout.scheduler.host_pages import HostPages
 
 pytestmark = pytest.mark.usefixtures("no_memory_of_lengths")
 
@@ -43,7 +40,6 @@ def rows_of(completions):
 
 
 def allocated(engine):
-    """Bytes of pages and of cast weights."""
     pages, twin = engine.worker.kv_cache.num_bytes, engine.worker.twin
     return pages, 0 if twin.missing_bytes else twin.shadow_bytes
 
@@ -110,20 +106,6 @@ def test_rows_are_not_put_to_sleep():
         engine.sleep()
 
 
-@pytest.mark.parametrize("part", [HostPages, Admitter])
-def test_an_interrupt_on_the_way_to_sleep_leaves_a_usable_engine(monkeypatch, part):
-    with RolloutEngine(tiny.build(), CONFIG) as engine:
-        wanted = rows_of(engine.generate(*work()))
-        monkeypatch.setattr(
-            rollout.scheduler.scheduler, part.__name__, fakes.interrupted_once(part)
-        )
-        with pytest.raises(KeyboardInterrupt):
-            engine.sleep()
-        assert rows_of(engine.generate(*work())) == wanted
-        engine.sleep()
-        assert engine.asleep
-
-
 def test_a_closed_engine_holds_nothing_and_neither_sleeps_nor_wakes():
     engine = RolloutEngine(tiny.build(), CONFIG, autocast_dtype=torch.bfloat16)
     engine.generate(*work())
@@ -165,11 +147,11 @@ def test_pages_leave_room_for_the_cast_weights_that_come_back_before_them(monkey
         engine.generate(*work())
         prefill = engine.worker.plan().workspaces
     assert prefill > 0
-    # Each rollout asks; after the first one, so does the plan, and the one above.
+    # Each rollout asks once; after the first, the plan and the call above ask, too.
     assert [room + prefill for room in asked] == [0, pages, pages, -cast, pages]
 
 
-# --- beginnings of rows
+# --- prefixes
 
 
 def test_known_beginnings_survive_growth_and_never_a_sleep():
@@ -179,7 +161,7 @@ def test_known_beginnings_survive_growth_and_never_a_sleep():
         pages = engine.worker.kv_cache.num_pages
         grown = engine.generate([prompt] * 4, greedy, same_weights=True)
         assert engine.worker.kv_cache.num_pages > pages
-        assert engine.stats.prefilled_tokens == 15 - 12  # all but the three full pages, once
+        assert engine.stats.prefilled_tokens == 15 - 12  # all except the three full pages, once
         engine.sleep()
         slept = engine.generate([prompt], greedy, same_weights=True)
         assert engine.stats.prefilled_tokens == 15
@@ -205,7 +187,7 @@ def test_rows_that_are_live_survive_growth():
 
 
 def test_what_new_pages_hold_has_no_influence(monkeypatch):
-    """Not even NaN, as nothing clears them."""
+    """Nothing clears new pages, so they may hold even NaN."""
     with RolloutEngine(tiny.build(), CONFIG) as engine:
         wanted = rows_of(engine.generate(*work()))
     fakes.poison_new_pages(monkeypatch)
@@ -215,7 +197,7 @@ def test_what_new_pages_hold_has_no_influence(monkeypatch):
         assert rows_of(engine.generate(*work())) == wanted
 
 
-# --- what is said and counted
+# --- logs and counts
 
 
 def test_the_plan_is_logged_once_before_the_first_batch(caplog):
@@ -256,6 +238,8 @@ def test_stats_tell_what_memory_took():
         assert (stats.released_bytes, stats.sleep_s) == (0, 0.0)
         engine.sleep()
         assert stats.sleep_s > 0
+        assert stats.whole_s == stats.duration_s + stats.sleep_s
+        assert stats.time_shares["sleep"] >= (stats.wake_s + stats.sleep_s) / stats.whole_s - 1e-9
         engine.wake()
         engine.generate(*work())
         assert engine.stats.wake_s == engine.stats.sleep_s == 0.0
@@ -288,7 +272,7 @@ def test_hundreds_of_rollouts_and_updates_leak_nothing():
                 tensors.add(count_tensors())
                 files.add(len(os.listdir("/proc/self/fd")))
             if cycle == 300:
-                tracemalloc.start()  # which slows everything down
+                tracemalloc.start()  # slow, so only now
             if cycle in (400, 500):
                 gc.collect()
                 traced.append(tracemalloc.get_traced_memory()[0])

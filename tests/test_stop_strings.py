@@ -1,4 +1,4 @@
-"""Stop strings, against a decoded completion after every token and against transformers."""
+"""Stop strings against decoding after every token, and against transformers."""
 
 from itertools import count, takewhile
 
@@ -26,7 +26,7 @@ def fast(model, decoder, pre_tokenizer=None):
 
 
 def byte_level():
-    """GPT-2's kind: 256 bytes, and tokens of whole characters, of parts, and of both."""
+    """Like GPT-2: 256 bytes, and tokens of whole characters, parts, or both."""
     letters = dict(zip(range(256), bytes_to_letters(), strict=True))
     joined = ["ab", " a", "é", "€!", "abc", "!\n"]
     parts = [b"\xc3", b"a\xc3", b"\xa9b", b"\x82\xac", b"\xac a", b"\xa9\xc3"]
@@ -39,14 +39,14 @@ def byte_level():
 
 
 def bytes_to_letters():
-    """How GPT-2 writes each byte: itself where it can be seen, a letter from 256 on elsewhere."""
+    """GPT-2's letter for each byte: the byte if printable, else a character from 256 on."""
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = count(256)
     return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]
 
 
 def byte_fallback():
-    """Llama 2's kind: words with their leading space, and bytes for what is not among them."""
+    """Like Llama 2: words with a leading space, and bytes for all other text."""
     tokens = ["<unk>", "▁", "▁a", "▁ab", "a", "b", "c", "ab", "é", "!", "\n", "▁▁", "bc!", *"def"]
     tokens += [f"<0x{byte:02X}>" for byte in (0x0A, 0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xFF)]
     vocabulary = {word: index for index, word in enumerate(tokens)}
@@ -57,7 +57,7 @@ def byte_fallback():
 
 
 def word_pieces():
-    """BERT's kind: what goes on with a word is marked, and other tokens begin one."""
+    """Like BERT: tokens that continue a word are marked; other tokens start a word."""
     tokens = [
         "[UNK]",
         "a",
@@ -98,7 +98,7 @@ def stop_at(tokenizer, *strings):
 
 
 def length_of(stop, ids):
-    """Tokens up to the one that ends a row, by looking up and decoding ends; all if none does."""
+    """Number of tokens up to the stop, by our matcher; all tokens without one."""
     tokens = np.array(ids, np.int64)
     for length in range(1, len(ids) + 1):
         if stop.may_end(tokens[length - 1 : length])[0] and stop.ends(tokens[:length]):
@@ -107,7 +107,7 @@ def length_of(stop, ids):
 
 
 def naive_length_of(strings, decode, ids):
-    """The same by decoding the whole completion after every token."""
+    """The same, by decoding the completion after every token."""
     for length in range(1, len(ids) + 1):
         if any(string in decode(ids[:length]) for string in strings):
             return length
@@ -115,7 +115,7 @@ def naive_length_of(strings, decode, ids):
 
 
 def texts_of(decode, ids):
-    """Pieces of what they say, without what is no character."""
+    """Substrings of the decoded ids, without broken characters."""
     text = decode(ids).replace("\ufffd", "") or "?"
     places = st.tuples(st.integers(0, len(text) - 1), st.integers(1, 7))
     return places.map(lambda place: text[place[0] : sum(place)])
@@ -133,7 +133,7 @@ def test_a_row_ends_where_its_decoded_completion_has_the_string(name, data):
     stop = StopStrings(strings, decode, size)
     wanted = naive_length_of(strings, decode, ids)
     assert length_of(stop, ids) == wanted
-    # Where it was not to end there, it ends with the next token that completes a string again.
+    # If a row goes on past the stop, it ends at the next token that completes a string.
     later = [n for n in range(wanted + 1, len(ids) + 1) if completes(strings, decode, ids[:n])]
     ends = [n for n in range(wanted + 1, len(ids) + 1) if stop.ends(np.array(ids[:n]))]
     assert ends == later
@@ -141,7 +141,7 @@ def test_a_row_ends_where_its_decoded_completion_has_the_string(name, data):
 
 
 def completes(strings, decode, ids):
-    """Whether the last token adds to the last character of one of the strings."""
+    """Whether the last token completes one of the strings."""
     text, before = decode(ids), len(decode(ids[:-1]).rstrip("\ufffd"))
     ends = (
         place + len(s) for s in strings for place in range(len(text)) if text[place:].startswith(s)
@@ -150,7 +150,7 @@ def completes(strings, decode, ids):
 
 
 def test_few_tokens_of_prose_are_looked_at():
-    """A string's last letter is in many tokens; few begin with an end of it."""
+    """Many tokens contain a string's last letter, but few can end the string."""
     tokens = ["man", "an", "n", "human", "Human", "answer", "no", "van", "\n\nHu", "mania"]
     stop = StopStrings(["\n\nHuman:", "Human"], lambda ids: "".join(tokens[i] for i in ids), 10)
     last_tokens = [tokens[token] for token in range(10) if stop.may_end(np.array([token]))[0]]
@@ -168,7 +168,7 @@ def test_strings_that_say_nothing_are_refused(strings):
 
 @torch.no_grad()
 def by_transformers(model, tokenizer, prompt, strings, max_new_tokens):
-    """What `model.generate` makes of one prompt, greedily."""
+    """`model.generate` on one prompt, greedily."""
     model.eval()
     output = model.generate(
         torch.tensor([prompt]),
@@ -184,9 +184,9 @@ def by_transformers(model, tokenizer, prompt, strings, max_new_tokens):
 
 
 def strings_of(prompt, text):
-    """Pieces of a completion, of characters alone, and one that is not in it.
+    """Substrings of a completion to stop at, and one that is not in it.
 
-    transformers reads the prompt as well, and the first token as if it were not the first.
+    transformers also searches the prompt and treats the first token specially: both are left out.
     """
     pieces = [piece for piece in text[4:].split("\ufffd") if piece] or ["?"]
     wanted = pieces[len(pieces) // 2][:3], pieces[-1][-4:]
@@ -219,7 +219,7 @@ def test_rows_end_where_transformers_ends_them(name, num_slots):
 
 
 def test_a_string_that_begins_in_the_prompt_is_none():
-    """As vLLM has it; transformers would end the row with its first token."""
+    """As in vLLM. transformers would stop after the first token."""
     tokenizer, model, prompt = tiny.tokenizer(), tiny.build(), [9, 10, 11]
     sampling = SamplingParams(max_new_tokens=9, temperature=0)
     with RolloutEngine(model, EngineConfig(**SMALL)) as engine:
@@ -234,12 +234,12 @@ def test_a_string_that_begins_in_the_prompt_is_none():
 
 
 def characters(ids):
-    """One character, one token."""
+    """One character per token."""
     return "".join(chr(40 + token) for token in ids)
 
 
 def ended(prompts, plain, min_new_tokens=0):
-    """Rows of 30 tokens, most of which end at a run of their own, and how they should end."""
+    """Rows of 30 tokens, most of which stop at a substring of their own, and their expected ids."""
     for index, (prompt, ids) in enumerate(zip(prompts, plain, strict=True)):
         text, first = characters(ids), 5 + index + min_new_tokens
         string = text[first : first + 1 + index % 3]

@@ -1,4 +1,4 @@
-"""What the engine refuses: each with the sentence that says why and what to do."""
+"""What the engine refuses, with the reason and the way out."""
 
 import pytest
 import tiny
@@ -89,7 +89,7 @@ def test_real_families_that_cannot_run_are_refused(name, changes, message):
     ],
 )
 def test_real_families_are_refused_when_they_run(name, changes, message):
-    """What their layers ask of attention is not in the config, so it shows in their forward."""
+    """Their config does not show what their layers ask of attention; their forward does."""
     model = AutoModelForCausalLM.from_config(real_config(name, **changes))
     with RolloutEngine(model) as engine, pytest.raises(UnsupportedModel, match=message):
         engine.generate([[9, 10]], SamplingParams(max_new_tokens=2))
@@ -98,8 +98,8 @@ def test_real_families_are_refused_when_they_run(name, changes, message):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("phimoe", {**WINDOW, **EXPERTS, "sliding_window": 64}),  # which no row outgrows
-        ("gemma4_text", {**WINDOW, "global_head_dim": 16}),  # lists layers, all with alike pages
+        ("phimoe", {**WINDOW, **EXPERTS, "sliding_window": 64}),  # no row outgrows this window
+        ("gemma4_text", {**WINDOW, "global_head_dim": 16}),  # all pages have one size
     ],
 )
 def test_real_families_near_those_run(name, changes):
@@ -125,7 +125,7 @@ def layer_compiled():
 
 
 def eight_bit(*, adapters):
-    """A class of that name stands in for bitsandbytes' own, which derives from `nn.Linear` too."""
+    """A layer with the name of bitsandbytes' class, which also derives from `nn.Linear`."""
     model = tiny.build()
     model.model.layers[1].mlp.up_proj = type("Linear8bitLt", (torch.nn.Linear,), {})(48, 64)
     lora = LoraConfig(target_modules=["q_proj"], r=2)

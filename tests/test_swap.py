@@ -1,4 +1,4 @@
-"""KV pages on their way to host memory and back, with real models."""
+"""KV pages offloaded to host memory and back, with real models."""
 
 import fakes
 import pytest
@@ -23,7 +23,7 @@ PAGE_BYTES = page_bytes()
 
 
 def tight_engine(model, offload_bytes=PLENTY, *, pages=20, **changes):
-    """As many pages as the longest row of `work` needs, and few more."""
+    """Only a few more pages than the longest row of `work` needs."""
     settings = {"max_rows": 6, "page_tokens": PAGE, "prefill_tokens": 16, **changes}
     kv_bytes = (1 + pages) * PAGE_BYTES
     config = EngineConfig(kv_bytes=kv_bytes, offload_bytes=offload_bytes, **settings)
@@ -31,7 +31,7 @@ def tight_engine(model, offload_bytes=PLENTY, *, pages=20, **changes):
 
 
 def work(count=10):
-    """Pairs of one prompt each; no row ends early, so that memory is short to the end."""
+    """Pairs of rows with one prompt. No row ends early, so memory stays short."""
     prompts = [prompt for prompt in tiny.prompts(count // 2, seed=3) for _ in range(2)]
     sampling = [SamplingParams(max_new_tokens=20 + i, temperature=1.3) for i in range(count)]
     return prompts, sampling, [7 * i for i in range(count)]
@@ -106,7 +106,7 @@ def test_host_memory_is_taken_when_it_is_needed_and_no_more_than_asked_for():
         engine.generate(*work())
         assert 0 < engine.worker.swap.host_bytes <= offload_bytes
     with tight_engine(tiny.build(), None) as engine:
-        assert engine.worker.swap.num_host_pages == 0  # on a CPU it would be the same memory
+        assert engine.worker.swap.num_host_pages == 0  # on a CPU, host memory is the same memory
 
 
 @given(st.integers(0, 1 << 36), st.integers(1, 1 << 28))

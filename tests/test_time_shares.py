@@ -1,4 +1,4 @@
-"""Where a rollout's time went: each part by hand, the device's clock, and whole rollouts."""
+"""Where a rollout's time goes: each part by hand, the device's clock, whole rollouts."""
 
 import time
 
@@ -26,7 +26,7 @@ def batch(num_rows=0, num_prefilled=0):
 
 
 def split(*steps, whole_s=100.0, sleep_s=0.0):
-    """Seconds of each part that has any, of `(batch, waiting rows, times)`."""
+    """Seconds of each nonzero part, for steps of (batch, waiting rows, times)."""
     parts = TimeShares()
     for launched, num_waiting, _ in steps:
         parts.launched(launched, num_waiting)
@@ -46,12 +46,12 @@ FULL, NO_TIME = (batch(8), 3, (0, 0, 10)), (0, 0, 0)
     [
         ([], {"idle": 100}),
         ([(batch(2), 1, (5, 0, 10))], {"compute": 10, "idle": 90}),
-        # Six of eight lanes: first while rows wait, then with no one left for two of them.
+        # Six of eight lanes run: first while rows wait, then without waiting rows.
         ([FULL, (batch(6), 1, (0, 0, 8))], {"compute": 18, "idle": 82}),
         ([FULL, (batch(6), 0, (0, 0, 8))], {"compute": 16, "tail": 2, "idle": 82}),
-        # Rows that never ran together leave no lane empty.
+        # Lanes that never ran together count as full.
         ([(batch(3), 0, (0, 0, 10))] * 2, {"compute": 20, "idle": 80}),
-        # A prefill ends where its batch begins to decode; without a row all of it is prefill.
+        # A prefill ends when its batch starts to decode. Without rows to decode, all is prefill.
         ([(batch(4, 9), 0, (3, 7, 2))], {"compute": 2, "prefill": 7, "idle": 91}),
         ([(batch(0, 9), 0, (0, 7, 1))], {"prefill": 8, "idle": 92}),
     ],
@@ -82,7 +82,7 @@ def test_time_in_which_the_trainer_had_the_device_is_sleep():
 
 
 class Stamp:
-    """A CUDA event as strict as CUDA's, that is reached as soon as it is recorded."""
+    """A CUDA event with CUDA's rules, reached as soon as it is recorded."""
 
     now = 0.0  # ms
 
@@ -105,7 +105,6 @@ class Stream:
 
 @pytest.fixture
 def stamps(monkeypatch):
-    """Makes stamps of a GPU."""
     monkeypatch.setattr(device_time, "make_stamp", lambda device: Stamp())
     Stamp.now = 0.0
     return lambda: Stamps(device_time.torch.device("cuda"))
@@ -129,7 +128,7 @@ def test_gaps_prefills_and_decodes_are_told_apart(stamps):
 
 @pytest.mark.parametrize(("is_done", "gap_s"), [(True, 0.009), (False, 0.005)])
 def test_a_graph_that_is_launched_late_leaves_the_device_idle(stamps, monkeypatch, is_done, gap_s):
-    """It had done all before: from `started` on it waits until the graph has been launched."""
+    """After `started`, the device waits for the launch with all earlier work done."""
     now = [5.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock, first, second = BatchClock(), stamps(), stamps()
@@ -164,7 +163,7 @@ EITHER_DEVICE = pytest.mark.parametrize(
 @EITHER_DEVICE
 def test_shares_of_any_rollout_add_up_to_1(wrap, num_slots):
     config = EngineConfig(**SMALL, num_slots=num_slots)
-    lengths = [4, 5, 6, 7, 8, 9, 40]  # in whatever order, the last one ends alone
+    lengths = [4, 5, 6, 7, 8, 9, 40]  # in any order, the longest row ends alone
     sampling = [SamplingParams(max_new_tokens=length) for length in lengths]
     with wrap(RolloutEngine(tiny.build(), config)) as engine:
         for _ in range(2):
@@ -178,7 +177,7 @@ def test_shares_of_any_rollout_add_up_to_1(wrap, num_slots):
 @pytest.mark.parametrize("num_slots", [1, 2])
 @EITHER_DEVICE
 def test_batches_and_the_time_between_them_leave_nothing_out(monkeypatch, wrap, num_slots):
-    """Each stamp is one tick of a clock: one that is read too early, too late or twice shows."""
+    """Each stamp is one tick of a clock, so reading one early, late or twice shows."""
     num_ticks, times = [0], []
 
     class Tick(device_time.HostStamp):
@@ -196,14 +195,14 @@ def test_batches_and_the_time_between_them_leave_nothing_out(monkeypatch, wrap, 
     with wrap(RolloutEngine(tiny.build(), EngineConfig(**SMALL, num_slots=num_slots))) as engine:
         engine.generate(tiny.prompts(9), SamplingParams(max_new_tokens=7))
     assert len(times) == engine.stats.engine_steps
-    # Before the first start lie the two stamps of an upload, after the last end that of a download.
+    # Two upload stamps precede the first start; one download stamp follows the last end.
     inside = sum(t.gap_s + t.prefill_s + t.decode_s for t in times)
     assert inside == pytest.approx(num_ticks[0] - 4)
     assert {t.gap_s for t in times[1:]} == {4}
 
 
 def test_what_is_measured_is_what_the_test_measures():
-    """The time of the steps' batches, taken from outside."""
+    """Against the time of the steps, taken from outside."""
     spent = [0.0]
     with RolloutEngine(tiny.build(), EngineConfig(**SMALL)) as engine:
         run = engine.worker.graphs.run

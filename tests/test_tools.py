@@ -1,4 +1,4 @@
-"""TRL's tool loop and environments on the engine: several turns, each on the pages of the last."""
+"""TRL's tool loop and environments on the engine: each turn reuses the pages of the last."""
 
 from itertools import pairwise
 
@@ -34,7 +34,7 @@ def multiply(a: int, b: int) -> int:
 
 
 class Counter:
-    """An environment: a sum that the model adds to, and is rewarded for."""
+    """An environment: the model adds to a sum, which is its reward."""
 
     def reset(self, **example) -> None:
         self.total = 0
@@ -57,9 +57,9 @@ class Counter:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Every completion asks for a tool, with numbers that the model wrote itself.
+    """Every completion calls a tool, whose name and arguments a test sets here.
 
-    A random model does not keep to a syntax. Name and arguments are what a test puts in here.
+    A random model follows no syntax. The numbers in the arguments come from its completion.
     """
     wanted = {}
 
@@ -74,7 +74,7 @@ def calls(monkeypatch):
 
 
 def build(tmp_path, **changes):
-    """A trainer whose model ends its turns soon, and whose prompts are conversations."""
+    """A trainer with conversations, whose model ends its turns soon."""
     tokenizer, model = tiny.tokenizer(), tiny.build()
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = "set, and never read"
@@ -93,7 +93,7 @@ def build(tmp_path, **changes):
 
 
 def watch(generator):
-    """Prompts, completions, hit rate and version of every turn."""
+    """Record prompts, completions, hit rate and version of each turn."""
     generate, turns = generator.generate, []
 
     def watched(prompts, *args, **kwargs):
@@ -125,7 +125,7 @@ def test_a_calculator_is_called_over_several_turns_that_reuse_their_pages(tmp_pa
 
 
 def test_the_results_of_tools_are_not_scored(tmp_path, calls):
-    """What a tool wrote has no log-probability; all else is as close as without tools."""
+    """Tool output has no log-probability; the policy's tokens are as close as without tools."""
     calls.update(name="multiply", arguments=("a", "b"))
     trainer = build(tmp_path, tools=[multiply])
     trl_trainer.attach(trainer)
@@ -147,14 +147,14 @@ def test_environments_run_on_the_engine(tmp_path, calls):
 
 @pytest.mark.parametrize("kind", [{"tools": [multiply]}, {"environment_factory": Counter}])
 def test_a_rollout_func_refuses_tools_before_one_is_called(tmp_path, kind):
-    """Else a run would go on until a model learns to call one, and end in a TypeError of TRL."""
+    """Otherwise TRL raises a TypeError when the model first calls a tool, maybe hours later."""
     trainer = build(tmp_path, rollout_func=RolloutGenerator(trl_trainer.ENGINE), **kind)
     with pytest.raises(UnsupportedTrainer, match="drop rollout_func, and attach this generator"):
         trainer.train()
 
 
 def test_a_tool_result_beyond_what_a_row_can_hold_ends_the_row(tmp_path, calls):
-    """TRL asks the generator how long a row may be, and leaves the tool's result out."""
+    """TRL asks the generator for the longest row and leaves the tool's result out."""
     calls.update(name="multiply", arguments=("a", "b"))
     trainer = build(tmp_path, tools=[multiply])
     generator = trl_trainer.attach(

@@ -1,4 +1,4 @@
-"""What a traced rollout leaves, and which rollouts are traced."""
+"""The files of a traced rollout, and which rollouts are traced."""
 
 import json
 import sys
@@ -77,13 +77,14 @@ def test_of_the_rollouts_of_a_step_the_first_counts(tmp_path, trace, left):
         assert max(e["args"].get("rows", 0) for e in json.loads(text)["traceEvents"]) == 4
 
 
-def test_other_ranks_leave_nothing(tmp_path, monkeypatch):
+def test_other_ranks_leave_and_print_nothing(tmp_path, monkeypatch, capsys):
     trainer = trl_trainer.build(tmp_path)
     monkeypatch.setattr(type(trainer.accelerator), "is_main_process", False)
     generator = trl_trainer.attach(trainer, replace(trl_trainer.ENGINE, trace="last"))
     trainer._generate(["xyz"] * 4)
     generator.detach()
     assert not (tmp_path / "rollouts").exists()
+    assert "rollout: " not in capsys.readouterr().out
 
 
 def test_a_picture_that_fails_is_warned_of_and_ends_nothing(tmp_path, monkeypatch, caplog):
@@ -108,7 +109,7 @@ def test_a_trace_is_every_batch_in_microseconds():
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names == list(timeline.TRACKS)
     tracks = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
-    assert min(tracks.values()) == 1  # Perfetto keeps 0 for itself
+    assert min(tracks.values()) == 1  # Perfetto reserves 0
     spans = [(event["tid"], event["name"]) for event in events if event["ph"] == "X"]
     kinds = {name: {kind for tid, kind in spans if tid == tracks[name]} for name in tracks}
     assert kinds == {
@@ -140,7 +141,7 @@ def test_one_batch_and_one_completion_are_drawn_too(tmp_path):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """What is drawn, instead of files."""
+    """Collect figures instead of writing files."""
     drawn = []
     monkeypatch.setattr(traces, "_save", lambda figure, path: drawn.append(figure))
     return drawn

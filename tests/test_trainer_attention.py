@@ -1,4 +1,4 @@
-"""The trainer's attention in exact mode: its values, its gradients, and that padding is nothing."""
+"""The trainer's attention in exact mode: values, gradients, and no effect of padding."""
 
 import pytest
 import tiny
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_finite_differences(window, softcap, sinks):
     inputs = [*states(9, shape=(2, 1, 4)), *([sinks_H] if sinks else [])]
 
     def attention(query, keys, values, sinks_H=None):
-        # A run, padding, a run of one token, a run.
+        # A sequence, padding, a sequence of one token, a sequence.
         options = (5, 0.3, window, softcap, sinks_H)
         output, _ = exact_attention(query, keys, values, runs((0, 2), (3, 1), (4, 5)), *options)
         return output
@@ -51,7 +51,7 @@ def test_operator_is_what_a_compiler_takes_it_for():
     query, keys, values = states(9, torch.float32)
     sinks = torch.zeros(HEADS, requires_grad=True)
     arguments = (query, keys, values, runs((1, 5), (6, 3)), 9, 0.3, 4, 2.0, sinks)
-    # Not the backward: the plain definition goes run by run, which no compiler follows.
+    # Forward only: the plain backward loops over sequences, which cannot be compiled.
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.twinslot.exact_attention.default, arguments, test_utils=checks)
 
@@ -84,7 +84,7 @@ def padded(prompts, side):
 
 def loss_and_gradients(model, batch):
     model.zero_grad()
-    # A row's first token is not learnt: it would be predicted by padding.
+    # A row's first token has no loss, because padding would predict it.
     learnt = batch["attention_mask"].cumsum(1) * batch["attention_mask"] > 1
     labels = batch["input_ids"].masked_fill(~learnt, -100)
     loss = model(**batch, labels=labels).loss
@@ -146,7 +146,7 @@ def test_what_the_rollout_could_not_repeat_is_refused():
         exact_attention_forward(module, query, query, query, None, dropout=0.1)
 
 
-# Rows of one length, without padding and with it on either side: cuDNN's backward. Packed: flash's.
+# Equal lengths, unpadded or padded on either side: cuDNN's backward. Packed rows: flash's.
 SPANS = {
     "whole": (128, (0, 128), (128, 128), (256, 128)),
     "left": (128, (28, 100), (255, 1), (256, 128)),
@@ -191,12 +191,12 @@ def test_gradients_in_16_bit_are_those_of_float32(spans, shape, window, softcap)
 
     cases = (ours, torch.bfloat16), (plain, torch.float32), (plain, torch.bfloat16)
     for ours_, exactly, rounded in zip(*(gradients(*each) for each in cases), strict=True):
-        # The measure of FlashAttention's own tests, which allow twice to three times as much.
+        # The measure of FlashAttention's own tests, which allow factors of 2 to 3.
         assert (ours_ - exactly).abs().max() <= 2 * (rounded - exactly).abs().max()
 
 
 def plain_attention(query, keys, values, spans, scale, window, softcap):
-    """Run by run, every step in the dtype of the states."""
+    """Sequence by sequence, with every step in the dtype of the states."""
     output, group = torch.zeros_like(query), query.shape[1] // keys.shape[1]
     for start, count in spans:
         mine, at = slice(start, start + count), torch.arange(count, device=query.device)

@@ -1,4 +1,4 @@
-"""What the generator refuses of TRL, and what it leans on in the TRL that is installed."""
+"""What the generator refuses, and what it relies on in the installed TRL."""
 
 import copy
 import functools
@@ -19,17 +19,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import GenerationConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rollout import (
-    ConfigError,
-    EngineConfig,
-    RolloutError,
-    UnsupportedModel,
-    UnsupportedTrainer,
-)
+from rollout import ConfigError, EngineConfig, RolloutError, UnsupportedModel, UnsupportedTrainer
 from rollout.sampling_params import Draw
 from trainers import RolloutGenerator
 from trainers.adapter.sampling import refused_settings, row_sampling
 from trainers.adapter.support import check_trainer, check_trl
+
+
+def extra(**settings):
+    return {"generation_kwargs": settings}
 
 
 @pytest.mark.parametrize(
@@ -42,35 +40,29 @@ from trainers.adapter.support import check_trainer, check_trl
             {"max_completion_length": None},
             "max_completion_length=None; set it to the largest number of tokens",
         ),
-        ({"generation_kwargs": {"min_new_tokens": 99}}, "min_new_tokens=99: must be at most"),
-        ({"generation_kwargs": {"stop": [""]}}, "string in stop_strings='': must be non-empty"),
-        ({"generation_kwargs": {"stop_strings": 5}}, "stop_strings=5: must be a non-empty list"),
-        ({"generation_kwargs": {"bad_words_ids": [3]}}, r"bad_words_ids=3: must be a tuple"),
+        (extra(min_new_tokens=99), "min_new_tokens=99: must be at most"),
+        (extra(stop=[""]), "string in stop_strings='': must be non-empty"),
+        (extra(stop_strings=5), "stop_strings=5: must be a non-empty list"),
+        (extra(bad_words_ids=[3]), r"bad_words_ids=3: must be a tuple"),
         (
-            {"generation_kwargs": {"bad_words_ids": [[9, 11]]}},
+            extra(bad_words_ids=[[9, 11]]),
             r"bad_words_ids: the word \(9, 11\) has 2 tokens, .* in a reward function",
         ),
-        ({"generation_kwargs": {"bad_words": ["a"]}}, "set `bad_words_ids` to their token ids"),
+        (extra(bad_words=["a"]), "set `bad_words_ids` to their token ids"),
         (
-            {"generation_kwargs": {"stop": ["a"], "stop_strings": ["b"]}},
+            extra(stop=["a"], stop_strings=["b"]),
             "stop and stop_strings in generation_kwargs are one setting; drop one of them",
         ),
         (
-            {"generation_kwargs": {"min_new_tokens": 2, "min_tokens": 3}},
+            extra(min_new_tokens=2, min_tokens=3),
             "min_new_tokens and min_tokens in generation_kwargs are one setting",
         ),
-        (
-            {"generation_kwargs": {"include_stop_str_in_output": False}},
-            "the stop string always stays in the completion",
-        ),
-        ({"generation_kwargs": {"seed": 3}}, "set the trainer's own `seed`"),
-        ({"generation_kwargs": {"n": 2}}, "set `num_generations`"),
-        ({"generation_kwargs": {"temperature": 0.3}}, "set the trainer's own `temperature`"),
-        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False in generation_kwargs is"),
-        (
-            {"generation_kwargs": {"typical_p": 0.3}},
-            "typical_p=0.3 in .* not supported; use `top_p`",
-        ),
+        (extra(include_stop_str_in_output=False), "the stop string always stays in the completion"),
+        (extra(seed=3), "set the trainer's own `seed`"),
+        (extra(n=2), "set `num_generations`"),
+        (extra(temperature=0.3), "set the trainer's own `temperature`"),
+        (extra(do_sample=False), "do_sample=False in generation_kwargs is"),
+        (extra(typical_p=0.3), "typical_p=0.3 in .* not supported; use `top_p`"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
         ({"loss_type": "vespo"}, "VESPO"),
         ({"use_transformers_continuous_batching": True}, "already has a generator"),
@@ -85,7 +77,7 @@ def test_settings_are_refused_by_name_and_the_trainer_is_left_alone(tmp_path, ch
     assert not hasattr(trainer, "vllm_generation")
 
 
-# The fields of vLLM's SamplingParams, and what it had in earlier versions.
+# Fields of vLLM's SamplingParams, present and past.
 VLLM_NAMES = """
 n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
 stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs
@@ -156,7 +148,7 @@ def test_generation_kwargs_win_in_either_librarys_words(tmp_path):
     assert sampling.suppress_tokens == (3, 4)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling_of(trainer, room=2).min_new_tokens == 2
-    trainer.args.generation_kwargs = {"num_beams": 1, "stop": None}  # of no effect
+    trainer.args.generation_kwargs = {"num_beams": 1, "stop": None}  # without effect
     trainer.top_p = trainer.top_k = trainer.repetition_penalty = None
     assert sampling_of(trainer).draw is Draw.PLAIN
 
@@ -165,7 +157,7 @@ def test_the_models_generation_config_never_wins_and_settings_are_logged_once(tm
     model = tiny.build()
     model.generation_config.update(do_sample=True, temperature=0.1, top_k=2, top_p=0.2, min_p=0.3)
     with caplog.at_level(logging.INFO, "trainers.adapter.sampling"):
-        for _ in range(2):  # each trainer has its line, though it is the same
+        for _ in range(2):  # each trainer logs its own line
             caplog.clear()
             trainer = trl_trainer.build(tmp_path, model, temperature=0.9, top_k=11)
             generator = trl_trainer.attach(trainer)
@@ -229,7 +221,7 @@ def test_a_trainer_learns_from_filtered_rollouts(tmp_path):
     assert len(seen) >= 24
     assert all(13 not in completion.token_ids for completion in seen)
     assert all(len(completion.token_ids) >= 3 for completion in seen)
-    # The trainer scores the same tokens over the full vocabulary, so the two sides agree.
+    # The trainer also scores over the full vocabulary, so both sides agree.
     gaps = trl_trainer.logged(trainer, "sampling/sampling_logp_difference/max")
     assert max(gaps) < 1e-4
 
@@ -268,7 +260,7 @@ def test_a_trainer_is_copied_without_its_generator_and_its_parts_at_any_time(tmp
 
 
 def fsdp(**changes):
-    """What FSDP2 leaves on a trainer, with other settings of its plugin."""
+    """What FSDP2 leaves on a trainer, with changed plugin settings."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     for name, value in changes.items():
         setattr(plugin, name, value)
@@ -276,7 +268,7 @@ def fsdp(**changes):
 
 
 def zero(**config):
-    """What ZeRO-3 leaves, as far as it can be seen without DeepSpeed; `config` in its words."""
+    """What ZeRO-3 leaves on a trainer, without DeepSpeed; `config` is DeepSpeed's."""
     offload = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_optimization": {"stage": 3, **offload}, **config}
     plugin = SimpleNamespace(deepspeed_config=config)

@@ -1,4 +1,4 @@
-"""Running the engine beside a training changes not one bit of its losses and its weights."""
+"""An engine beside a training leaves losses and weights bit-identical."""
 
 import pytest
 import tiny
@@ -8,7 +8,7 @@ import trl_trainer
 
 
 class Replay:
-    """A generator that draws ids and log-probabilities from a fixed seed, and runs nothing."""
+    """A generator that draws ids and log-probabilities from a fixed seed and runs no model."""
 
     llm = None
 
@@ -26,7 +26,7 @@ class Replay:
 
 
 def trained(kind, tmp_path, *, beside, **changes):
-    """Losses and final weights of 20 steps on replayed rollouts, an engine beside or none."""
+    """Losses and final weights of 20 steps on replayed rollouts."""
     if kind == "GRPO":
         changes = {"vllm_importance_sampling_mode": "token_truncate", **changes}
     trainer = trl_family.build(kind, tmp_path, max_steps=20, **changes)

@@ -89,7 +89,7 @@ def test_resized_embeddings_are_followed(size, autocast):
     [
         {"target_modules": ["embed_tokens", "q_proj"]},
         {"trainable_token_indices": [9, 10]},
-        # PEFT copies layers with their config, and the model's own config says nothing to those.
+        # PEFT copies layers with their own config, so changing the model's config is not enough.
         {"layer_replication": [[0, 3], [1, 3]]},
     ],
     ids=str,
@@ -104,7 +104,7 @@ def test_adapters_that_change_more_than_linear_layers_are_followed(changes):
 @pytest.mark.parametrize("adapters", [None, {}, {"use_dora": True}], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_under_autocast_the_twin_gives_exactly_the_trainers_numbers(adapters, tied, caplog):
-    """fp32 masters under bf16 autocast: 0 gap on one and the same shapes and attention."""
+    """Float32 weights under bf16 autocast: no gap with the same shapes and attention."""
     model = tiny.build(attention_bias=True, tie_word_embeddings=tied)
     if adapters is not None:
         targets = ["q_proj", "v_proj", "up_proj"]
@@ -124,7 +124,7 @@ def test_under_autocast_the_twin_gives_exactly_the_trainers_numbers(adapters, ti
                 parameter.mul_(1.01)
         twin.refresh()
     if adapters and adapters["use_dora"]:
-        return  # which reads some weights before autocast could cast them
+        return  # this kind reads some weights before autocast casts them
     linears = [m for m in twin.base.modules() if isinstance(m, nn.Linear)]
     assert {linear.weight.dtype for linear in linears} == {torch.bfloat16}
     assert twin.base.model.embed_tokens.weight.dtype == torch.float32
@@ -137,7 +137,7 @@ def test_under_autocast_the_twin_gives_exactly_the_trainers_numbers(adapters, ti
 def test_experts_run_when_the_trainer_records_its_router():
     model = tiny.build("qwen3_moe")
     model.config.output_router_logits = True
-    model.eval()(torch.tensor([[9, 10]]))  # installs the hooks that record
+    model.eval()(torch.tensor([[9, 10]]))  # installs the recording hooks
     with RolloutEngine(model, SMALL) as engine:
         tiny.assert_on_policy(engine, model)
 

@@ -1,4 +1,4 @@
-"""Two processes with a GPU each (NCCL): the trainings of `test_ranks`."""
+"""The trainings of `test_ranks` on two processes with a GPU each (NCCL)."""
 
 import pytest
 from two_ranks import TRAININGS, check_learning, check_training, on_two_ranks

@@ -1,7 +1,7 @@
-"""What `trainers/` and `rollout/` lean on in TRL and transformers, by signature and behaviour.
+"""The behaviour of TRL and transformers that `trainers/` and `rollout/` rely on.
 
-Where one of these fails on another version, the code needs a look before that version is added.
-Nothing here attaches an engine, which would refuse a TRL that it does not know.
+If a test fails on a new version, check the code before that version is allowed. No test attaches an
+engine, because the engine refuses unknown versions of TRL.
 """
 
 import ast
@@ -35,7 +35,7 @@ each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
 class Stub:
-    """What a trainer sees of a generator; two tokens a row, and notes of how it was called."""
+    """A generator as a trainer sees it: two tokens per row; records its calls."""
 
     llm = None
 
@@ -64,7 +64,7 @@ def for_vllm(test: ast.expr) -> bool:
 
 
 def sets_for_vllm(source: str) -> dict[str, str]:
-    """Attribute -> expression, of what a constructor sets only where it is to use vLLM."""
+    """Attribute -> expression that a constructor sets only with vLLM."""
     assigned: dict[str, str] = {}
 
     def note(statements):
@@ -83,7 +83,7 @@ def sets_for_vllm(source: str) -> dict[str, str]:
 
 @each_kind
 def test_the_table_says_what_the_constructor_sets(kind):
-    """Names and values, read from the source of the TRL that is installed."""
+    """Names and values from the source of the installed TRL."""
     assigned = sets_for_vllm(inspect.getsource(trl_family.trainer_class(kind).__init__))
     assert assigned.pop("vllm_generation").startswith("VLLMGeneration(")
     args = SimpleNamespace(vllm_sync_frequency=3)
@@ -94,7 +94,7 @@ def test_the_table_says_what_the_constructor_sets(kind):
 
 @each_kind
 def test_a_trainer_generates_through_what_the_table_names(kind, tmp_path):
-    """One step with a stub for a generator, put in place by the table alone."""
+    """One step with a stub generator, attached through the table alone."""
     trainer, stub, seen = trl_family.build(kind, tmp_path, max_steps=1), Stub(), []
     seam = SEAMS[f"{kind}Trainer"]
     wanted = {**seam.sets(trainer.args), "vllm_generation": stub, "use_vllm": True}
@@ -138,7 +138,7 @@ def test_metrics_are_averaged_and_those_of_an_evaluation_are_prefixed(kind, tmp_
             "_generate_and_score_completions",
             [
                 *(f'output["{name}"]' for name in SCORED.split()),
-                # Of the raw ratio: the sign, the mask, and the modes that sum over a sequence.
+                # The raw ratio's sign and mask, and the modes that sum over a sequence.
                 "(old_per_token_logps - sampling_per_token_logps) * mask",
                 'in ["sequence_mask", "sequence_truncate"]',
                 "per_token_logps_diff.sum(dim=-1, keepdim=True)",
@@ -168,7 +168,7 @@ def test_log_probabilities_are_at_temperature_over_the_full_vocabulary(tmp_path)
 
 
 def run_with(family, *, mask=None):
-    """What a family hands to an attention function that is registered by name."""
+    """The keyword arguments that a family passes to a registered attention function."""
     calls, name = [], "for_this_test"
 
     def attend(module, query, key, value, attention_mask, **options):
@@ -226,7 +226,7 @@ def test_logits_are_computed_at_the_positions_that_are_asked_for(family):
     assert torch.allclose(some, every[:, kept], atol=1e-5)
 
 
-# --- what PPO wraps, calls and reads
+# --- PPO
 
 
 PPO_WRAPS = {
@@ -264,7 +264,7 @@ def test_ppo_calls_methods_that_have_these_parameters(owner, name):
 
 
 def one_of_each(tmp_path, checkpoint=None, **changes):
-    """A stock trainer after some steps; results of what PPO wraps, and the order of its calls."""
+    """A stock trainer after some steps: results and order of the methods that PPO wraps."""
     trainer, results, order = trl_family.build("GRPO", tmp_path, **changes), {}, []
 
     def watch(name):
@@ -306,7 +306,7 @@ def test_ppo_finds_in_a_rollout_and_on_the_trainer_what_it_reads(tmp_path):
     assert (tmp_path / f"{PREFIX_CHECKPOINT_DIR}-1").samefile(f"{folder}/checkpoint-1")
     step = "_prepare_inputs _generate_and_score_completions _calculate_rewards _compute_loss"
     assert order == ["create_scheduler", *step.split(), "_save_checkpoint"]
-    # There is a schedule before its state is loaded.
+    # The schedule exists before its state is loaded.
     *_, order = one_of_each(tmp_path, f"{folder}/checkpoint-1", max_steps=2)
     assert order == ["create_scheduler", "_load_optimizer_and_scheduler", *step.split()]
 
@@ -319,7 +319,7 @@ def test_a_reward_that_nobody_gives_is_not_a_number(tmp_path):
 
 
 def test_a_rollout_serves_as_many_pieces_as_ppos_schedule_counts(tmp_path):
-    """`steps_per_generation * num_iterations` pieces, of which two make a step here."""
+    """`steps_per_generation * num_iterations` micro-batches; two are a step here."""
     _, _, order = one_of_each(
         tmp_path,
         per_device_train_batch_size=2,
@@ -336,7 +336,7 @@ def test_a_rollout_serves_as_many_pieces_as_ppos_schedule_counts(tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
 def test_the_policys_loss_takes_an_advantage_a_token(tmp_path, loss_type):
-    """Each token's own: those of the row for all of them, or for some and then for the others."""
+    """(B, T) advantages work; equal ones per row give the loss of (B,) advantages."""
     trainer = trl_family.build("GRPO", tmp_path, loss_type=loss_type)
     scored = rollout(trainer)
 
@@ -358,7 +358,7 @@ def test_the_policys_loss_takes_an_advantage_a_token(tmp_path, loss_type):
 
 
 def rollout(trainer):
-    """Eight made-up rows of three and nine tokens, with other advantages each."""
+    """Eight made-up rows of three or nine tokens, with different advantages."""
     generator = torch.Generator().manual_seed(0)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -382,7 +382,7 @@ def test_one_completion_a_prompt_is_refused_by_the_config_alone(tmp_path):
 
 @each_family
 def test_a_decoder_gives_its_last_states_to_a_critic(family):
-    """`base_model` is the model without its head, PEFT's `get_base_model` what it has wrapped."""
+    """`base_model` is the model without its head; PEFT's `get_base_model` is the wrapped model."""
     model = tiny.build(family).eval()
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     decoder = adapted.get_base_model().base_model

@@ -1,4 +1,4 @@
-"""Critics without a decoder of their own: what they share, and that the policy sees none of it."""
+"""Critics that share the policy's decoder: what they share, and that the policy is unchanged."""
 
 import peft
 import pytest
@@ -33,7 +33,7 @@ def own(model):
 
 
 def state(policy):
-    """All that a policy is, but for the numbers in it."""
+    """All state of a policy except the values of its tensors."""
     modules = [(name, type(m), m.training) for name, m in policy.named_modules()]
     parameters = [(name, id(p), p.requires_grad) for name, p in policy.named_parameters()]
     return modules, parameters, list(policy.peft_config), policy.active_adapters
@@ -41,7 +41,7 @@ def state(policy):
 
 @each_kind
 def test_no_second_decoder_is_made(kind):
-    """In bytes that are new: a head, and adapters where it has any."""
+    """Only a head, and adapters if any, take new memory."""
     policy = adapted()
     before = {p.data_ptr() for p in policy.parameters()}
     model = VALUE_MODELS[kind](policy)
@@ -58,7 +58,7 @@ def test_no_second_decoder_is_made(kind):
 @each_kind
 def test_the_policy_is_the_same_with_it(kind):
     policy = adapted(DROPS)
-    policy.base_model.model.model.layers[1].eval()  # a mode of its own
+    policy.base_model.model.model.layers[1].eval()  # this layer is in another mode
     numbers, before = test_ppo.weights(policy), state(policy)
     critic = Critic(VALUE_MODELS[kind](policy), SETTINGS, Accelerator(cpu=True))
     given = test_critic.batch()
@@ -71,7 +71,7 @@ def test_the_policy_is_the_same_with_it(kind):
 
 
 def test_a_head_reads_what_the_policys_states_are_now():
-    """Without dropout, in whatever mode the policy is."""
+    """Without dropout, whatever the policy's mode."""
     policy = adapted(DROPS).train()
     model = PolicyHead(policy)
     torch.nn.init.normal_(model.head.weight)
@@ -88,7 +88,7 @@ def test_a_head_reads_what_the_policys_states_are_now():
 
 
 def test_weights_that_are_moved_are_still_shared():
-    """As `fuse_projections` moves them, and `.to(device)`."""
+    """`fuse_projections` and `.to(device)` move them."""
     policy = adapted()
     model = ValueModel.beside_adapters(policy)
     layer = policy.base_model.model.model.layers[0].mlp.up_proj.base_layer
@@ -120,7 +120,7 @@ def test_quantised_weights_are_shared_and_not_trained(storage):
     policy = adapted()
     weight = policy.get_base_model().base_model.layers[0].mlp.up_proj.base_layer.weight
     weight.data = weight.data.to(storage)
-    weight.quant_state = ()  # as bitsandbytes' have one
+    weight.quant_state = ()  # as in bitsandbytes
     with pytest.raises(UnsupportedTrainer, match=r"1 weights are quantised, .*critic='adapter'"):
         ValueModel.from_policy(policy)
     critic = ValueModel.beside_adapters(policy).backbone
@@ -134,7 +134,7 @@ def test_two_critics_are_refused(tmp_path):
 
 @each_kind
 def test_values_come_to_explain_the_returns_of_a_policy_that_stands_still(kind):
-    """By a half of their variance, of which a critic of zeros explains nothing."""
+    """Over half of their variance; a critic of zeros explains none."""
     settings = CriticSettings(learning_rate=3e-2, epochs=20)
     critic = Critic(VALUE_MODELS[kind](adapted()), settings, Accelerator(cpu=True))
     given = test_critic.batch()
@@ -152,7 +152,7 @@ def test_values_come_to_explain_the_returns_of_a_policy_that_stands_still(kind):
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_a_critics_activations_are_checkpointed_where_the_policys_are(tmp_path, kind):
-    """By default they are: of each layer its input is kept, and it is computed once more."""
+    """By default they are: only each layer's input is kept, and the layer runs again."""
     weights, calls = [], {True: 0, False: 0}
     for checkpointing in (True, False):
         changes = {"gradient_checkpointing": checkpointing, "peft_config": LORA}
@@ -189,7 +189,7 @@ def test_it_learns_saves_and_resumes_beside_an_adapted_policy(tmp_path, kind):
     assert max(trl_trainer.logged(whole, "rollout/logp_gap_max")) < 1e-4
     trained = {id(p) for group in whole.optimizer.param_groups for p in group["params"]}
     assert not trained & {id(p) for p in own(whole.critic.model)}
-    # Of the first rollout the reference is the policy; adapters switched off are not.
+    # At the first rollout the reference equals the policy. Its adapters are off, so it must differ.
     first, *later = trl_trainer.logged(whole, "kl")
     assert abs(first) < 1e-5 < min(map(abs, later))
 

@@ -1,4 +1,4 @@
-"""A training's W&B run, read back from disk, against counters that the test keeps itself."""
+"""A training's W&B run, read back from disk, against the test's own counters."""
 
 import builtins
 import time
@@ -23,25 +23,25 @@ CAST_ALONE = {"cast_weights_gib", "cast_weights_ms"}  # weights have the dtype o
 
 
 PAGE_BYTES = 4 * 2 * 3 * 2 * 16 * 4  # tokens, keys and values, layers, heads, head size, float32
-# Few enough pages for rows to lose theirs, to the host in part.
+# So few pages that rows are preempted, some of them to the host.
 TIGHT = {"kv_bytes": 15 * PAGE_BYTES, "offload_bytes": 6 * PAGE_BYTES}
 
 
 @dataclass
 class Rollout:
-    """What the test has seen of one rollout."""
+    """The test's observations of one rollout."""
 
     mode: str
     step: int
     completions: list = field(default_factory=list)
     batches: list = field(default_factory=list)
-    pages: list = field(default_factory=list)  # used, shared and free ones as each batch is run
+    pages: list = field(default_factory=list)  # used, shared, free, for each batch
     kv_bytes: int = 0
     seconds: float = 0.0
-    run_s: float = 0.0  # inside of batches
+    run_s: float = 0.0  # inside batches
     sleep_s: float = 0.0
     step_s: float = 0.0
-    gaps: torch.Tensor | None = None  # signed, of each token that counts
+    gaps: torch.Tensor | None = None  # signed, per trainable token
     row_gaps: torch.Tensor | None = None
 
     @property
@@ -102,7 +102,7 @@ class Counters:
     def _train(self, train, *args):
         began = time.perf_counter()
         loss = train(*args)
-        self.rollouts[-1].step_s = time.perf_counter() - began  # all but the optimizer's
+        self.rollouts[-1].step_s = time.perf_counter() - began  # without the optimizer
         return loss
 
     def _step(self, step, *args, **kwargs):
@@ -114,11 +114,11 @@ class Counters:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What one run has on disk, what its rollouts were, where the files are, and its seconds."""
+    """One run: its data on disk, its rollouts, its folder, its seconds."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        wandb.teardown()  # another test's run left the folder of it as the process's
+        wandb.teardown()  # forget the folder of another test's run
         options = {"eval_strategy": "steps", "eval_steps": 2, "max_completion_length": 30}
         trainer = trl_trainer.build(folder, max_steps=4, report_to="wandb", **options)
         trainer.eval_dataset = trainer.eval_dataset.select(range(2))  # one batch
@@ -140,7 +140,7 @@ def of(run, mode):
 
 
 def pairs(run, mode):
-    """Of each rollout what was logged, by the last part of its name, and what the test counted."""
+    """Per rollout: logged values by the last part of their name, and the test's observations."""
     rows = rows_with(run, f"{mode}/rollout/generated_tok_s")
     for row, rollout in zip(rows, of(run, mode), strict=True):
         yield (
@@ -207,7 +207,7 @@ def test_times_are_those_on_the_tests_own_clock(run, mode):
         assert got["generated_tok_s"] == pytest.approx(num_tokens / got["duration_s"])
         assert got["sleep_ms"] == pytest.approx(rollout.sleep_s * 1e3, rel=0.2, abs=5)
         assert 0 < got["wake_ms"] < rollout.seconds * 1e3
-        # A step is a rollout and more; its tokens a second follow from its share.
+        # A step includes a rollout; its tokens per second follow from the rollout's share.
         step_s = num_tokens / got["effective_tok_s"]
         assert rollout.step_s * 0.9 < step_s < rollout.step_s + 1
         assert got["tok_s_per_gpu"] == got["effective_tok_s"]

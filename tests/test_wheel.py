@@ -1,4 +1,4 @@
-"""The wheel holds every file of both packages, and what is installed from it can be imported."""
+"""The wheel holds every file of both packages, and the installed modules import."""
 
 import os
 import shutil
@@ -19,7 +19,6 @@ for name in sys.argv[2:]:
 
 
 def files_of(folder):
-    """Paths of both packages' files, without what Python compiled."""
     files = (path for package in PACKAGES for path in (folder / package).rglob("*.*"))
     return {path.relative_to(folder) for path in files if path.suffix in (".py", ".typed")}
 

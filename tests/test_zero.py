@@ -1,6 +1,6 @@
-"""The engine on a model that DeepSpeed has taken over, in processes of their own.
+"""The engine on a model under DeepSpeed, in processes of its own.
 
-DeepSpeed replaces `torch.nn.functional.linear` wherever ZeRO-3 begins, and never puts it back.
+ZeRO-3 replaces `torch.nn.functional.linear` and never restores it.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Small random models of every supported family, and what a plain forward says about them."""
+"""Small random models of every supported family, and their plain forward."""
 
 import string
 from typing import Any
@@ -8,12 +8,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rollout import RolloutEngine, SamplingParams
 
@@ -68,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(family: str = "qwen3", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random model with weights large enough for its choices to be clear."""
+    """A random model with weights large enough for clear choices."""
     config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES[family], **changes})
     config._attn_implementation = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     torch.manual_seed(seed)
@@ -86,7 +81,7 @@ def build(family: str = "qwen3", seed: int = 0, **changes: Any) -> PreTrainedMod
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """What `model.generate` makes of one prompt."""
+    """`model.generate` on one prompt, greedily."""
     output = model.generate(
         torch.tensor([prompt]),
         max_new_tokens=max_new_tokens,
@@ -108,14 +103,13 @@ def logprobs(
 
 
 def prompts(count: int, longest: int = 14, seed: int = 0) -> list[list[int]]:
-    """Ragged prompts of 1 to `longest` tokens."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(8, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
 def assert_on_policy(engine: RolloutEngine, model: torch.nn.Module) -> None:
-    """Rollouts are scored as the model's own forward scores them now."""
+    """Assert that the engine's log-probabilities are those of the model's forward now."""
     model.eval()
     for prompt in prompts(3, seed=9):
         (completion,) = engine.generate([prompt], SamplingParams(max_new_tokens=6))
@@ -124,7 +118,7 @@ def assert_on_policy(engine: RolloutEngine, model: torch.nn.Module) -> None:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One character, one token, with the ids that `build` uses for EOS and padding."""
+    """One character per token, with the EOS and padding ids of `build`."""
     characters = list(string.ascii_letters + string.digits)
     words = ["<pad>", "<bos>", "<unk>", *characters[:4], "<eos>", *characters[4:]][:VOCAB]
     vocabulary = {word: index for index, word in enumerate(words)}
@@ -142,5 +136,4 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def dataset(size: int = 64) -> Dataset:
-    """Text prompts of different lengths."""
     return Dataset.from_list([{"prompt": "xyzabcdef"[: 2 + i % 7]} for i in range(size)])

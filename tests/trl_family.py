@@ -1,4 +1,4 @@
-"""Every trainer of TRL that generates through the vLLM seam, on small models without a network."""
+"""Every TRL trainer that can generate with vLLM, on small models without a network."""
 
 import warnings
 from importlib import import_module
@@ -39,14 +39,13 @@ _OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def trainer_class(kind: str) -> type:
-    """TRL's class; its experimental modules warn that they are."""
+    """TRL's class, without the warning of its experimental modules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(import_module(HOMES[kind]), f"{kind}Trainer")
 
 
 def build(kind: str, tmp_path, **changes: Any) -> Any:
-    """A stock trainer on the CPU; `changes` are TRL's own arguments."""
     tokenizer, model = _tokenizer(), changes.pop("model", None) or tiny.build()
     extra = {name: changes.pop(name) for name in ("eval_dataset", "peft_config") if name in changes}
     config = getattr(import_module(HOMES[kind]), f"{kind}Config")
@@ -64,7 +63,7 @@ def build(kind: str, tmp_path, **changes: Any) -> Any:
 
 
 def watch_gaps(trainer, generator) -> list[float]:
-    """Of each row that is generated: how far its scores are from what the model says just then."""
+    """Per generated row: the largest gap to the model's own scores at that moment."""
     generate, gaps = generator.generate, []
 
     def watched(prompts, *args, **kwargs):
@@ -79,7 +78,7 @@ def watch_gaps(trainer, generator) -> list[float]:
 
 
 def _tokenizer() -> Any:
-    """One with a chat template, and byte-level by its own account, as GOLD wants it."""
+    """A tokenizer with a chat template that calls itself byte-level, as GOLD needs."""
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
     letters = pre_tokenizers.Split("", "isolated")
@@ -90,13 +89,13 @@ def _tokenizer() -> Any:
 
 
 def _partners(kind: str, tmp_path, tokenizer) -> dict[str, Any]:
-    """Reward functions, or a teacher of other weights."""
+    """Reward functions, or a teacher with other weights."""
     if kind in ("GRPO", "RLOO", "SDPO"):
         return {"reward_funcs": trl_trainer.reward}
     if kind == "SDFT":
         return {}
     teacher = tiny.build(seed=1)
-    if kind == "IWOPD":  # loads the teacher's tokenizer by the teacher's name
+    if kind == "IWOPD":  # it loads the tokenizer by the teacher's name
         tokenizer.save_pretrained(tmp_path / "teacher")
         teacher.config._name_or_path = str(tmp_path / "teacher")
     return {"teacher_model": teacher}

@@ -17,11 +17,11 @@ _NOT_IN_CONFIG += ("train_dataset", "processing_class")
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Share of even token ids: any policy has something to gain."""
+    """Share of even token ids, which any policy can raise."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-# What every trainer of TRL takes: three short steps on the CPU.
+# Arguments for every TRL trainer: three short steps on the CPU.
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "max_completion_length": 9,
@@ -37,7 +37,6 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def build(tmp_path, model=None, **changes: Any) -> GRPOTrainer:
-    """A stock `GRPOTrainer` on the CPU; `changes` are TRL's own arguments."""
     extra = {name: changes.pop(name) for name in _NOT_IN_CONFIG if name in changes}
     arguments = {
         "output_dir": str(tmp_path),
@@ -58,12 +57,11 @@ def build(tmp_path, model=None, **changes: Any) -> GRPOTrainer:
 
 
 def attach(trainer: GRPOTrainer, config: RolloutConfig = ENGINE) -> RolloutGenerator:
-    """A generator attached to `trainer`."""
     return RolloutGenerator(config).attach(trainer)
 
 
 def shard(trainer: GRPOTrainer) -> None:
-    """Let `train` shard the model by FSDP2, as accelerate does on GPUs and refuses on a CPU."""
+    """Make `train` shard the model by FSDP2; accelerate refuses that on a CPU."""
     state = trainer.accelerator.state
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin(
@@ -86,10 +84,10 @@ ZERO = {
 
 
 def use_zero(trainer: GRPOTrainer, stage: int) -> None:
-    """Let `train` hand the model to DeepSpeed, as accelerate does on GPUs and refuses on a CPU."""
+    """Make `train` pass the model to DeepSpeed; accelerate refuses that on a CPU."""
     import deepspeed
 
-    # Would be compiled, which takes minutes.
+    # DeepSpeed would compile this for minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = trainer.accelerator
     state = accelerator.state
@@ -97,7 +95,7 @@ def use_zero(trainer: GRPOTrainer, stage: int) -> None:
         hf_ds_config={**ZERO, "zero_optimization": {"stage": stage}}
     )
     state.deepspeed_plugins.set_mixed_precision(state.mixed_precision)
-    # Each new state is a copy of the first of these.
+    # Each new state copies this one.
     PartialState().distributed_type = state.distributed_type = DistributedType.DEEPSPEED
     accelerator.native_amp = False
     accelerator.deepspeed_engine_wrapped = None
@@ -106,5 +104,5 @@ def use_zero(trainer: GRPOTrainer, stage: int) -> None:
 
 
 def logged(trainer: GRPOTrainer, name: str) -> list[float]:
-    """Every value of a metric in the order of the trainer's log."""
+    """All values of a metric, in the order of the log."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]

@@ -1,4 +1,4 @@
-"""Trainings that two processes share, and what they are asked about them."""
+"""Trainings on two processes, and checks of their results."""
 
 import json
 import os
@@ -186,11 +186,10 @@ TRAININGS = {
 
 
 def on_two_ranks(folder, runs, device="cpu"):
-    """What each of two processes has found in each of `runs`: a name's script, kind, precision.
+    """Results of two processes for each of `runs`: name -> (script, kind, precision).
 
-    On `cpu` they talk through gloo, on `cuda` each has a GPU and they talk through NCCL.
-
-    They share one pair of processes, of which most of the time goes into imports.
+    On `cpu` they use gloo; on `cuda` each has a GPU and they use NCCL. All runs share one pair of
+    processes, because most of the time goes into imports.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
@@ -219,7 +218,7 @@ def on_two_ranks(folder, runs, device="cpu"):
 
 
 def check_training(results, kind, wrapper, most):
-    """Assert what a run of `TRAIN` promises; `most` is its largest mean gap."""
+    """Check a run of `TRAIN`; its largest mean gap must be below `most`."""
     first, second = results
     for each in results:
         assert each["wrapper"] == wrapper
@@ -243,7 +242,7 @@ def check_training(results, kind, wrapper, most):
 
 
 def check_learning(results, most=1e-4):
-    """Assert what a run of `LEARN` promises; `most` is its largest gap."""
+    """Check a run of `LEARN`; its largest gap must be below `most`."""
     first, second = results
     assert first["weights"] == second["weights"]
     assert first["gap"] < most

@@ -1,4 +1,4 @@
-"""An offline W&B run, read back from the file that it leaves."""
+"""Read an offline W&B run back from its file."""
 
 import json
 import struct
@@ -9,14 +9,14 @@ from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-# LevelDB's log format behind seven bytes of W&B's own.
+# LevelDB's log format after seven bytes of W&B's own.
 _START, _BLOCK = 7, 32_768
 _HEADER = struct.Struct("<IHB")  # checksum, length, kind
 _WHOLE, _LAST = 1, 4
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, a dictionary a step, of the one offline run below `folder`."""
+    """One dictionary per step, from the only offline run below `folder`."""
     (path,) = folder.rglob("*.wandb")
     for _ in range(100):  # W&B's process may still be writing when `finish` returns
         records = [(r.WhichOneof("record_type"), r) for r in _records(path.read_bytes())]
@@ -31,7 +31,7 @@ def _row(items: Any) -> dict[str, Any]:
     for item in items:
         *outer, name = item.nested_key or [item.key]
         place = row
-        for key in outer:  # of a picture
+        for key in outer:  # a picture
             place = place.setdefault(key, {})
         place[name] = json.loads(item.value_json)
     return row
@@ -40,7 +40,7 @@ def _row(items: Any) -> dict[str, Any]:
 def _records(data: bytes) -> Iterator[Record]:
     at, held = _START, b""
     while at + _HEADER.size <= len(data):
-        if _BLOCK - at % _BLOCK < _HEADER.size:  # no header fits into the rest of a block
+        if _BLOCK - at % _BLOCK < _HEADER.size:  # no header fits into the rest of the block
             at += _BLOCK - at % _BLOCK
             continue
         _, length, kind = _HEADER.unpack_from(data, at)
