@@ -138,6 +138,26 @@ def test_a_row_is_looked_at_when_its_beginning_has_become_known():
     assert [step(scheduler).rows.tolist() for _ in range(3)] == [[], rows[:1], rows]
 
 
+@pytest.mark.parametrize(
+    ("budget", "wanted"),
+    [
+        (9, [[4, 4], [4]]),  # the third would be cut, and more than half is used
+        (7, [[4], [4], [4]]),
+        (9 + 3, [[4, 4, 4]]),
+        (3, [[3], [1, 2], [2], [3], [1]]),  # none fits into a step; 1 of 3 is less than half
+    ],
+)
+def test_a_prompt_stays_whole_once_half_of_a_step_is_used(budget, wanted):
+    scheduler = Scheduler(EngineConfig(max_rows=3, prefill_tokens=budget), 1)
+    scheduler.pages.grow(4)
+    scheduler.add([make_request(seed, 5, 1) for seed in range(3)])
+    steps = []
+    while scheduler.num_live or scheduler.num_waiting:
+        batch = step(scheduler)
+        steps.append([len(segment.tokens) for segment in batch.segments])
+    assert [sizes for sizes in steps if sizes] == wanted
+
+
 def test_a_batch_draws_as_the_most_demanding_of_its_rows():
     scheduler = Scheduler(EngineConfig(max_rows=2), 1)
     scheduler.pages.grow(3)
