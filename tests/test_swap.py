@@ -109,14 +109,21 @@ def test_host_memory_is_taken_when_it_is_needed_and_no_more_than_asked_for():
         assert engine.worker.swap.num_host_pages == 0  # on a CPU, host memory is the same memory
 
 
-@given(st.integers(0, 1 << 36), st.integers(1, 1 << 28))
+@given(st.integers(0, 1 << 36), st.integers(1, 1 << 34))
 def test_pieces_of_host_memory_stay_within_the_budget_when_rounded_up(budget, page_size):
     pieces = list(chunk_sizes(budget, page_size))
     rounded = [1 << (pages * page_size - 1).bit_length() for pages in pieces]
     assert sum(rounded) <= budget
-    assert all(size <= 1 << 29 for size in rounded)
+    assert all(size <= 1 << 29 or pages == 1 for size, pages in zip(rounded, pieces, strict=True))
     if budget >= 2 * page_size:
         assert sum(pieces) * page_size > budget / 5
+
+
+def test_host_memory_for_less_than_a_page_is_said_to_be_useless(caplog):
+    with tight_engine(tiny.build(), PAGE_BYTES - 1) as engine:
+        engine.generate(*work())
+        assert engine.worker.swap.host_bytes == 0
+    assert "no KV page (0 MiB) fits into offload_bytes" in caplog.text
 
 
 def test_growing_keeps_what_rows_have_while_pages_are_on_their_way():

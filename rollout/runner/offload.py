@@ -1,5 +1,6 @@
 """Moves KV pages of preempted rows to pinned host memory and back, while batches run."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +15,8 @@ from rollout.config import EngineConfig
 from rollout.memory.kv_cache import KVCache
 from rollout.runner.streams import Streams
 from rollout.scheduler.batch import Batch
+
+logger = logging.getLogger(__name__)
 
 _HOST_SHARE = 16  # by default 1/16 of the host's memory
 _MOST_BYTES = 1 << 29  # pinned at a time: pinning is slow, and rows wait for it
@@ -33,7 +36,11 @@ class Swap:
         num_bytes = config.offload_bytes
         if num_bytes is None:
             num_bytes = _host_bytes() // _HOST_SHARE if self._pinned else 0
-        self._sizes = list(chunk_sizes(num_bytes, kv_cache.layout.page_bytes))
+        page_bytes = kv_cache.layout.page_bytes
+        self._sizes = list(chunk_sizes(num_bytes, page_bytes))
+        if num_bytes and not self._sizes:
+            text = "no KV page (%.0f MiB) fits into offload_bytes=%d: preempted rows are recomputed"
+            logger.warning(text, page_bytes / 2**20, num_bytes)
         self._ends = list(accumulate(self._sizes))
         self._chunks: list[Tensor] = []
         self._leaving: dict[int, Any] = {}  # page -> event after the copy that reads it
@@ -98,8 +105,9 @@ class Swap:
 
 def chunk_sizes(num_bytes: int, page_bytes: int) -> Iterator[int]:
     """Pages per chunk. A chunk is 2**n bytes: torch rounds pinned memory up to that."""
+    most = max(_MOST_BYTES, 1 << (page_bytes - 1).bit_length())
     while num_bytes >= page_bytes:
-        chunk_bytes = 1 << (min(num_bytes, _MOST_BYTES).bit_length() - 1)
+        chunk_bytes = 1 << (min(num_bytes, most).bit_length() - 1)
         if chunk_bytes < page_bytes:
             return
         yield chunk_bytes // page_bytes
