@@ -102,6 +102,14 @@ class EngineConfig:
             "and checkpoints stay the same."
         },
     )
+    self_check: bool = field(
+        default=True,
+        metadata={
+            "help": "When the engine starts, and when it copies a changed module tree, compare its "
+            "logits with those of the model's own forward on 4 rows, and refuse a model whose "
+            "logits differ by more than rounding explains. Takes well under a second."
+        },
+    )
     entropies: bool = field(
         default=False,
         metadata={"help": "Also return the entropy of each token's full distribution, in nats."},
@@ -148,5 +156,5 @@ class EngineConfig:
         check_choice(ConfigError, "kv_keep", self.kv_keep, "rollout", "always")
         check_choice(ConfigError, "on_policy", self.on_policy, "close", "exact")
         check_choice(ConfigError, "compile_layers", self.compile_layers, True, False, None)
-        for name in ("enforce_eager", "fuse_projections", "entropies", "kept_mass"):
+        for name in ("enforce_eager", "fuse_projections", "self_check", "entropies", "kept_mass"):
             check_choice(ConfigError, name, getattr(self, name), True, False)

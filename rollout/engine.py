@@ -92,6 +92,9 @@ class RolloutEngine:
         self.observer = Observers(self._recorder)
         self._show_plan = show_plan or logger.info
         self._planned = self._paused = self._closed = False
+        self.streams.take_over()
+        self.worker.check()
+        self.streams.hand_back()
 
     def generate(
         self,
@@ -433,6 +436,7 @@ class RolloutEngine:
         """Join and discard gathers that other ranks wait for; this rank has done `num_done`."""
         self._check_open()
         self.worker.twin.join_gathers(num_done)
+        self.worker.join_check()
 
     def _end_if_idle(self) -> None:
         if not self.busy:

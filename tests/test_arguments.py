@@ -30,6 +30,7 @@ VALUES = {
     "compile_layers": False,
     "enforce_eager": True,
     "fuse_projections": True,
+    "self_check": False,
     "entropies": True,
     "kept_mass": True,
     "balance_ranks": True,

@@ -58,7 +58,8 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_and_say_so(monkeypatch, 
 
     monkeypatch.setattr(twin, "compile_layers", compile_layers)
     model = tiny.build()
-    with caplog.at_level(logging.WARNING), RolloutEngine(model, CONFIG) as engine:
+    config = replace(CONFIG, self_check=False)  # which would run the broken layers
+    with caplog.at_level(logging.WARNING), RolloutEngine(model, config) as engine:
         assert_generates(engine, model)
         assert not engine.worker.twin.compiled
         assert engine.worker.twin.num_builds == 1

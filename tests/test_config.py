@@ -41,6 +41,7 @@ def test_a_count_is_an_integer_from_1(name):
         ({"on_policy": None}, "on_policy=None: must be 'close' or 'exact'"),
         ({"compile_layers": 1}, "compile_layers=1: must be True, False or None"),
         ({"fuse_projections": "yes"}, "fuse_projections='yes': must be True or False"),
+        ({"self_check": None}, "self_check=None: must be True or False"),
         ({"entropies": 1}, "entropies=1: must be True or False"),
         ({"kept_mass": None}, "kept_mass=None: must be True or False"),
         ({"balance_ranks": "yes"}, "balance_ranks='yes': must be True or False"),

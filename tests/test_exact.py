@@ -194,7 +194,7 @@ def test_differences_are_found_where_they_begin():
     assert [name for name in names if name in wanted] == wanted
     # On a CPU only the rounding of products of other sizes differs.
     assert max(difference.largest for difference in compared) < 1e-4
-    assert compared[0].rows == compared[1].rows == 0
+    assert compared[0].num_rows == compared[1].num_rows == 0
     assert model.training == mode
     assert model.config._attn_implementation == "sdpa"
 
@@ -221,7 +221,7 @@ def test_a_decode_step_gives_the_trainers_numbers_to_the_last_bit(family, autoca
     config = EngineConfig(page_tokens=16, prefill_tokens=500)
     options = {"num_tokens": 200, "autocast_dtype": autocast, "compiled": compiled}
     compared = differences(model, config, **options)
-    assert [difference for difference in compared if difference.rows] == []
+    assert [difference for difference in compared if difference.num_rows] == []
     assert len(compared) >= (3 if compiled else 30)
 
 

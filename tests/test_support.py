@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.support import check_model, check_placed
 
 
@@ -91,7 +91,12 @@ def test_real_families_that_cannot_run_are_refused(name, changes, message):
 def test_real_families_are_refused_when_they_run(name, changes, message):
     """Their config does not show what their layers ask of attention; their forward does."""
     model = AutoModelForCausalLM.from_config(real_config(name, **changes))
-    with RolloutEngine(model) as engine, pytest.raises(UnsupportedModel, match=message):
+    with pytest.raises(UnsupportedModel, match=message):
+        RolloutEngine(model)
+    with (
+        RolloutEngine(model, EngineConfig(self_check=False)) as engine,
+        pytest.raises(UnsupportedModel, match=message),
+    ):
         engine.generate([[9, 10]], SamplingParams(max_new_tokens=2))
 
 

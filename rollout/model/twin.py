@@ -91,6 +91,11 @@ class Twin:
         return next(base_of(self._live).parameters()).device
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the trainer's weights are sharded over ranks."""
+        return is_sharded(self._live)
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids. It changes if the trainer resizes the embeddings."""
         config: Any = base_of(self._live).config
@@ -144,13 +149,17 @@ class Twin:
         """Shape and dtype of a KV page."""
         config: Any = self._base.config
         heads = config.num_attention_heads
-        weights = (p.dtype for p in self._base.parameters() if p.dtype.is_floating_point)
+        weights = [p for p in self._base.parameters() if p.dtype.is_floating_point]
+        if self._float32_head:  # an embedding may share its weight
+            base: Any = self._base
+            head = base.get_output_embeddings().weight
+            weights = [p for p in weights if p.data_ptr() != head.data_ptr()]
         return KVLayout(
             num_layers=config.num_hidden_layers,
             page_tokens=page_tokens,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=self._autocast_dtype or next(weights),
+            dtype=self._autocast_dtype or weights[0].dtype,
         )
 
     def refresh(self) -> None:
@@ -256,7 +265,7 @@ class Twin:
         return find_shadowed(live, self._base, self._autocast_dtype, self._param_dtype)
 
     def _announce(self) -> None:
-        if self._announced == (sharded := is_sharded(self._live)):
+        if self._announced == (sharded := self.is_sharded):
             return
         if self._param_dtype is not None and not sharded:
             return  # the trainer will shard them before the first rollout

@@ -1,5 +1,6 @@
 """The part of the engine on the device: twin, KV pages, slots and graphs."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from rollout.memory.arena import available_bytes, max_kv_bytes, open_arena
 from rollout.memory.kv_cache import KVCache
 from rollout.memory.plan import MemoryPlan
 from rollout.model.projections import groups_of, lay_together
+from rollout.model.self_check import check_twin, run_model
 from rollout.model.twin import Twin
 from rollout.model.weights import is_sharded
 from rollout.runner.forward import Forward, Lanes
@@ -105,6 +107,8 @@ class Worker:
             forward, self.streams, config.max_rows, device, enforce_eager=config.enforce_eager
         )
         self._compiled_builds = 0
+        self._model = model
+        self._checked = (0, 0)  # builds of the twin: all, compiled ones
 
     def refresh(self) -> None:
         """Make the twin read the trainer's current weights.
@@ -119,10 +123,40 @@ class Worker:
     def prepare(self, demand: Demand) -> None:
         """Compile layers, allocate filters and capture graphs that the rows can need."""
         self._compile()
+        self.check()
         with self.streams.module.stream(self.streams.compute):
             self.lanes.open_filters(demand.draws, self.twin.vocab_size)
         addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
         self.graphs.prepare(demand, addresses)
+
+    def check(self) -> None:
+        """Compare the twin with the model, once for each tree and again once it is compiled.
+
+        Sharded models: a collective.
+
+        Raises:
+            UnsupportedModel: They differ.
+        """
+        builds = self.twin.num_builds, self._compiled_builds
+        if not self.config.self_check or self._checked == builds:
+            return
+        compiled = self.twin.compiled and builds[0] == builds[1]
+        with (
+            self.streams.module.stream(self.streams.compute),
+            nullcontext() if compiled else torch.compiler.set_stance("force_eager"),
+        ):
+            options = {"exact": self.config.exact, "within_layers": not compiled}
+            check_twin(self._model, self.twin, self.config.page_tokens, **options)
+        self._checked = builds
+
+    def join_check(self) -> None:
+        """Join the model's forward in the check that other ranks are about to run, if any."""
+        builds = self.twin.num_builds, self._compiled_builds
+        if self.twin.compiled:
+            builds = builds[0], builds[0]  # they check once they have compiled
+        if self.config.self_check and self._checked != builds and self.twin.is_sharded:
+            run_model(self._model, self.twin)
+            self._checked = builds
 
     @property
     def device_uuid(self) -> str | None:

@@ -1,34 +1,23 @@
 """Where rollout and trainer first differ, module by module."""
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from rollout.config import EngineConfig
 from rollout.engine import RolloutEngine
 from rollout.errors import check_options
 from rollout.exact.setup import prepare_trainer
-from rollout.model.compile import decoder_layers
+from rollout.model.outputs import Difference, compared, recorded
 from rollout.sampling_params import SamplingParams
 from rollout.support import base_of
 from rollout.tools.workload import MODEL_HELP, build_model
 
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Rows of a module's output that differ from the trainer's forward, and by how much."""
-
-    module: str
-    rows: int
-    largest: float
 
 
 def differences(
@@ -61,7 +50,7 @@ def differences(
         with (
             torch.no_grad(),
             torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
-            _recorded(base, lambda output: output[:, -1]) as trainers,
+            recorded(base, lambda output: output[:, -1]) as trainers,
         ):
             model.eval()(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
         with engine:
@@ -69,49 +58,12 @@ def differences(
             starts = (num_tokens - lengths).tolist()  # SYNC: on the CPU, nothing waits
             prompts = [row[start:] for row, start in zip(rows, starts, strict=True)]
             base, rows_of = engine.module, lambda output: output[0, :num_rows]
-            with _recorded(base, rows_of, within_layers=not compiled) as rollouts:
+            with recorded(base, rows_of, within_layers=not compiled) as rollouts:
                 engine.generate(prompts, SamplingParams(max_new_tokens=1))
     finally:
         undo()
         model.train(was_training)
-    return list(_compared(trainers, rollouts))
-
-
-@contextmanager
-def _recorded(
-    base: nn.Module, rows_of: Callable[[Tensor], Tensor], *, within_layers: bool = True
-) -> Iterator[dict[str, Tensor]]:
-    """Record each module's output for the last token of each row, in its last run."""
-    outputs: dict[str, Tensor] = {}
-
-    def record(name: str) -> Any:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            output = output[0] if isinstance(output, tuple) else output
-            if isinstance(output, Tensor) and output.dim() > 2:
-                outputs.pop(name, None)  # keep the order of the last run
-                outputs[name] = rows_of(output).clone()
-
-        return hook
-
-    with ExitStack() as stack:
-        hidden: set[nn.Module] = set()
-        if not within_layers:
-            hidden = {part for layer in decoder_layers(base) for part in layer.modules()}
-            hidden -= set(decoder_layers(base))
-        for name, module in base.named_modules():
-            if name and module not in hidden:
-                stack.callback(module.register_forward_hook(record(name)).remove)
-        yield outputs
-
-
-def _compared(trainers: dict[str, Tensor], rollouts: dict[str, Tensor]) -> Iterator[Difference]:
-    for name, ours in rollouts.items():
-        if name in trainers:
-            theirs = trainers[name]
-            if theirs.shape == ours.shape:
-                unequal = (theirs != ours).flatten(1).any(dim=1)
-                largest = (theirs.float() - ours.float()).abs().max()
-                yield Difference(name, int(unequal.sum()), float(largest))
+    return list(compared(trainers, rollouts))
 
 
 def main(arguments: list[str], console: Console) -> None:
@@ -133,10 +85,10 @@ def main(arguments: list[str], console: Console) -> None:
     sizes: dict[str, Any] = {"num_rows": options.rows, "num_tokens": options.tokens}
     for compiled in (False, True) if device.type == "cuda" else (False,):
         compared = differences(model, EngineConfig(), compiled=compiled, **sizes)
-        unequal = [difference for difference in compared if difference.rows]
+        unequal = [difference for difference in compared if difference.num_rows]
         for difference in unequal[:_SHOWN]:
             console.print(
-                f"{difference.module}: {difference.rows} of {options.rows} rows differ, "
+                f"{difference.module}: {difference.num_rows} of {options.rows} rows differ, "
                 f"by {difference.largest:.1e} at most"
             )
         prefix = "compiled: " if compiled else ""

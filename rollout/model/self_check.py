@@ -1,0 +1,174 @@
+"""Compares the twin's logits with those of the model's own forward, on a few rows.
+
+A model may compute what a copy of its tree does not: by a hook, by an adapter that mixes the tokens
+of a batch, by rules of its own. No list of such things is complete, but the numbers tell.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from rollout.errors import UnsupportedModel
+from rollout.memory.kv_cache import KVCache
+from rollout.model.attention import PagedAttention, Prefilled
+from rollout.model.hooks import watched_hooks
+from rollout.model.outputs import Outputs, compared, difference, recorded
+from rollout.model.twin import Twin
+from rollout.model.weights import reshard
+from rollout.scheduler.batch import Segment
+from rollout.scheduler.pages import pages_for
+from rollout.support import base_of, experts_of
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (3, 11, 19, 31)  # tokens of each row
+
+# Largest `Difference.relative` of logits that rounding explains. 200 random models at toy size
+# reach 6.1e-6, 5.1e-3 and, without experts, 0.03 (`python tests/random_models.py 200`).
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+# In 16 bit, rounding may send a token to another expert: up to 0.32.
+_EXPERTS_TOLERANCE = 0.5
+
+
+@torch.no_grad()
+def check_twin(
+    model: nn.Module, twin: Twin, page_tokens: int, *, exact: bool, within_layers: bool
+) -> None:
+    """Compare the logits of each row's last token, and log how much they differ.
+
+    Sharded models: a collective.
+
+    Args:
+        model: The trainer's model. It runs as the trainer calls it, but in eval mode.
+        page_tokens: Tokens in a KV page.
+        within_layers: Look into decoder layers for the first module that differs. Compiled layers
+            do not run their modules.
+
+    Raises:
+        UnsupportedModel: A hook changes an output, or the logits differ by more than rounding.
+    """
+    began = time.perf_counter()
+    rows = _rows(twin)
+    theirs = run_model(model, twin)
+    ours = _run_twin(twin, rows, page_tokens, exact=exact, within_layers=within_layers)
+    tolerance = _tolerance(twin)
+    gap = difference("", theirs.pop(""), ours.pop("")).relative
+    if gap > tolerance:
+        unequal = (each.module for each in compared(theirs, ours) if each.relative > tolerance)
+        name = next(unequal, "")
+        kind = type(base_of(model).get_submodule(name)).__name__
+        raise UnsupportedModel(
+            f"the engine's logits differ from the model's own by {gap:.1e} of their size, but "
+            f"rounding explains at most {tolerance:.0e}. The first module that differs is "
+            f"{name or 'the model itself'} ({kind}). Either something outside its class and "
+            "parameters changes what it computes, or the engine does not know this kind of "
+            "module. Generate without the engine; EngineConfig(self_check=False) turns this "
+            "check off"
+        )
+    text = "self-check: the logits differ from the model's own by %.1e of their size (%.2f s)"
+    logger.info(text, gap, time.perf_counter() - began)
+
+
+@torch.no_grad()
+def run_model(model: nn.Module, twin: Twin) -> Outputs:
+    """Outputs of the model's own modules, and its logits under the name `""`.
+
+    Sharded models: a collective.
+
+    Raises:
+        UnsupportedModel: A hook changes an output.
+    """
+    rows = [row.to(twin.device) for row in _rows(twin)]
+    ids = pad_sequence(rows, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    lanes, last = torch.arange(len(rows), device=twin.device), mask.sum(1) - 1
+
+    def last_tokens(output: Tensor) -> Tensor:
+        return output[lanes, last] if output.shape[:2] == ids.shape else output[:0]
+
+    with (
+        _undisturbed(model),
+        twin.autocast(),
+        recorded(base_of(model), last_tokens) as outputs,
+        watched_hooks(model) as changing,
+    ):
+        outputs[""] = last_tokens(model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
+    reshard(model)
+    for hook in changing:
+        raise UnsupportedModel(
+            f"{hook}, but rollouts run without hooks. Put the change into a subclass of the "
+            "module, or generate without the engine"
+        )
+    return outputs
+
+
+def _rows(twin: Twin) -> list[Tensor]:
+    """Token ids of each row, on the CPU, the same each time."""
+    lengths = [min(length, twin.max_positions) for length in _LENGTHS]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(twin.vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def _run_twin(
+    twin: Twin, rows: list[Tensor], page_tokens: int, *, exact: bool, within_layers: bool
+) -> Outputs:
+    """The outputs of the twin: it prefills all tokens but the last of each row, then decodes."""
+    device = twin.device
+    prompts, tokens = [row[:-1] for row in rows], torch.stack([row[-1] for row in rows]).to(device)
+    counts = torch.tensor([len(prompt) for prompt in prompts])
+    lanes, starts = torch.arange(len(rows)), counts.cumsum(0) - counts
+    pages = _pages(twin, len(rows), page_tokens)
+    prefill = PagedAttention(
+        **pages,
+        exact=exact,
+        lanes_T=lanes.repeat_interleave(counts).to(device),
+        positions_T=torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(device),
+        segments=[Segment(lane, 0, prompt.numpy()) for lane, prompt in enumerate(prompts)],
+        runs_N4=torch.stack([lanes, starts, counts, torch.zeros_like(counts)], 1).to(device),
+    )
+    lanes, last = lanes.to(device), counts.to(device)
+    with suppress(Prefilled):
+        twin.logits(torch.cat(prompts).to(device), prefill.positions_T, lanes[:0], prefill)
+    decode = PagedAttention(**pages, lanes_T=lanes, positions_T=last, max_context=max(_LENGTHS))
+    with recorded(twin.base, lambda output: output[0], within_layers=within_layers) as outputs:
+        outputs[""] = twin.logits(tokens, last, lanes, decode)
+    return outputs
+
+
+def _pages(twin: Twin, num_rows: int, page_tokens: int) -> dict[str, Any]:
+    """A KV cache for the rows alone, and their page table."""
+    row_pages = pages_for(max(_LENGTHS), page_tokens)
+    cache = KVCache(twin.kv_layout(page_tokens), twin.device)
+    cache.grow(1 + num_rows * row_pages)
+    ids = 1 + torch.arange(num_rows * row_pages, device=twin.device)
+    return {"kv_cache": cache, "page_table_LP": ids.view(num_rows, row_pages)}
+
+
+def _tolerance(twin: Twin) -> float:
+    dtype = twin.kv_layout(1).dtype
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        dtype = torch.float16  # TF32 has as many digits
+    if dtype != torch.float32 and any(experts_of(twin.base)):
+        return _EXPERTS_TOLERANCE
+    return _TOLERANCES[dtype]
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode; leave modes and random states as found."""
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices):
+        try:
+            for module in modes:
+                module.training = False
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
