@@ -94,12 +94,13 @@ class EngineConfig:
         default=False,
         metadata={"help": "Decode without CUDA graphs: slower, for debugging."},
     )
-    fuse_projections: bool = field(
-        default=False,
+    fuse_projections: bool | None = field(
+        default=None,
         metadata={
             "help": "When the engine starts, move the weights of q/k/v into one buffer and those "
             "of gate/up into another, and compute each as one matrix product. Parameters, values "
-            "and checkpoints stay the same."
+            "and checkpoints stay the same. None: on a GPU, unless FSDP or DeepSpeed will shard or "
+            "cast the weights; their gathered copies are fused in any case."
         },
     )
     self_check: bool = field(
@@ -155,6 +156,7 @@ class EngineConfig:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: must be above 0 and at most 1")
         check_choice(ConfigError, "kv_keep", self.kv_keep, "rollout", "always")
         check_choice(ConfigError, "on_policy", self.on_policy, "close", "exact")
-        check_choice(ConfigError, "compile_layers", self.compile_layers, True, False, None)
-        for name in ("enforce_eager", "fuse_projections", "self_check", "entropies", "kept_mass"):
+        for name in ("compile_layers", "fuse_projections"):
+            check_choice(ConfigError, name, getattr(self, name), True, False, None)
+        for name in ("enforce_eager", "self_check", "entropies", "kept_mass"):
             check_choice(ConfigError, name, getattr(self, name), True, False)

@@ -61,7 +61,9 @@ def test_every_field_is_an_argument_and_may_stand_in_the_yaml(tmp_path):
     path.write_text("max_rows: 8\nfuse_projections: true\ncompile_layers: true\n")
     changes = ["--max_rows", "9", "--fuse_projections", "false", "--compile_layers", "no"]
     config = parse("--config", str(path), *changes, "--kept_mass")
-    assert config == RolloutConfig(max_rows=9, compile_layers=False, kept_mass=True)
+    assert config == RolloutConfig(
+        max_rows=9, fuse_projections=False, compile_layers=False, kept_mass=True
+    )
 
 
 def test_a_value_that_cannot_work_is_refused_as_in_python():

@@ -40,7 +40,7 @@ def test_a_count_is_an_integer_from_1(name):
         ({"kv_keep": "never"}, "kv_keep='never': must be 'rollout' or 'always'"),
         ({"on_policy": None}, "on_policy=None: must be 'close' or 'exact'"),
         ({"compile_layers": 1}, "compile_layers=1: must be True, False or None"),
-        ({"fuse_projections": "yes"}, "fuse_projections='yes': must be True or False"),
+        ({"fuse_projections": "yes"}, "fuse_projections='yes': must be True, False or None"),
         ({"self_check": None}, "self_check=None: must be True or False"),
         ({"entropies": 1}, "entropies=1: must be True or False"),
         ({"kept_mass": None}, "kept_mass=None: must be True or False"),

@@ -51,7 +51,7 @@ CASES = {
         layers=2,
         knobs={"max_row_tokens": 16_640, "page_tokens": 64, "kv_bytes": 32 * 260 * PAGE // 14},
     ),
-    "fused": Case(knobs={"fuse_projections": True}),
+    "apart": Case(knobs={"fuse_projections": False}),
 }
 
 

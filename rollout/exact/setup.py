@@ -176,11 +176,11 @@ def _products(base: nn.Module) -> dict[tuple[Shape, torch.dtype], str]:
     """Shape and dtype of each linear product, single or joined, and the first layer that has it."""
     products: dict[tuple[Shape, torch.dtype], str] = {}
     for name, module in base.named_modules():
-        if isinstance(module, nn.Linear):
-            group = getattr(module, "group", None)  # the twin's projections
-            for weight in (module.weight, getattr(group, "weight", None)):
-                if weight is not None and weight.dtype.is_floating_point:
-                    products.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
+        weights = [module.weight] if isinstance(module, nn.Linear) else []
+        group = getattr(module, "group", None)  # the twin's projections, with or without adapters
+        for weight in weights + ([] if group is None else group.products):
+            if weight.dtype.is_floating_point:
+                products.setdefault(((weight.shape[0], weight.shape[1]), weight.dtype), name)
     return products
 
 

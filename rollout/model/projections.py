@@ -5,6 +5,7 @@ parameters; `lay_together` only moves their storage into one buffer a group. If 
 adapters, the small products with their A matrices are fused, too.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from torch.nn.functional import linear
 
 from rollout.exact.linear import InvariantShapes, batch_invariant_linear
 from rollout.model.linear import serves, skinny_linear
+
+logger = logging.getLogger(__name__)
 
 # Names of linear layers in transformers that read the same input.
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -54,6 +57,11 @@ class ProjectionGroup:
     def linears(self) -> list[nn.Linear]:
         """The linear layers, without adapters around them."""
         return [_linear(layer) for layer in self.layers]
+
+    @property
+    def products(self) -> list[Tensor]:
+        """Weights that one product multiplies with: the layers' and their adapters' A matrices."""
+        return [weight for weight in (self.weight, self._down) if weight is not None]
 
     def bind(self) -> bool:
         """Take the layers' current weights; return whether one product computes them."""
@@ -150,6 +158,9 @@ def lay_together(groups: Iterable[Sequence[nn.Module]]) -> int:
     """
     linears = [[_linear(layer) for layer in layers] for layers in groups]
     moved = [each for each in linears if _are_alike(each) and not _lie_together(each)]
+    if moved:
+        text = "fuse_projections: %d groups of weights (q/k/v, gate/up) moved into joint buffers"
+        logger.info(text, len(moved))
     for layers in moved:
         buffer = torch.cat([layer.weight.data for layer in layers])
         parts = buffer.split([layer.out_features for layer in layers])

@@ -51,10 +51,13 @@ class Worker:
     ) -> None:
         check_model(model)
         check_placed(model)
-        if config.fuse_projections and not is_sharded(model):
-            lay_together(groups_of(base_of(model)))
         self.device = device = next(model.parameters()).device
         on_gpu = device.type == "cuda"
+        fuse = config.fuse_projections
+        if fuse is None:
+            fuse = on_gpu and param_dtype is None
+        if fuse and not is_sharded(model):
+            lay_together(groups_of(base_of(model)))
         compiled = on_gpu if config.compile_layers is None else config.compile_layers
         self.config = config
         self.streams = Streams(device)

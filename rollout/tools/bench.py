@@ -199,7 +199,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", default="fixed", choices=LENGTHS, help=lengths_help)
     parser.add_argument("--kv-gib", type=float, help="limit of KV memory, GiB")
     parser.add_argument("--lora-rank", type=int, default=0, help="LoRA rank, all linear layers")
-    parser.add_argument("--fuse-projections", action="store_true", help="see EngineConfig")
+    parser.add_argument(
+        "--fuse-projections", action=argparse.BooleanOptionalAction, help="see EngineConfig"
+    )
     parser.add_argument(
         "--on-policy", default="close", choices=("close", "exact"), help="see EngineConfig"
     )

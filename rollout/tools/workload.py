@@ -56,7 +56,7 @@ class Workload:
     bandwidth: float
     lengths: str = "fixed"
     kv_bytes: int | None = None
-    fuse_projections: bool = False
+    fuse_projections: bool | None = None
     on_policy: str = "close"
 
     @cached_property
