@@ -28,6 +28,7 @@ class Case:
     group: int = 1
     rows: int = ROWS
     layers: int | None = None
+    longest_prompt: int = 200
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,13 +52,14 @@ CASES = {
         layers=2,
         knobs={"max_row_tokens": 16_640, "page_tokens": 64, "kv_bytes": 32 * 260 * PAGE // 14},
     ),
+    "a prefill of few tokens": Case(rows=4, new_tokens=40, longest_prompt=6),
     "apart": Case(knobs={"fuse_projections": False}),
 }
 
 
-def ragged_prompts(vocab, rows, group):
+def ragged_prompts(vocab, rows, group, longest=200):
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 200, (rows // group,), generator=generator).tolist()
+    lengths = torch.randint(1, longest, (rows // group,), generator=generator).tolist()
     own = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
     return [prompt for prompt in own for _ in range(group)]
 
@@ -103,7 +105,7 @@ def test_every_token_is_drawn_again_from_the_trainers_forward(name):
     autocast = torch.bfloat16 if case.masters else None
     model = model.float() if case.masters else model
     base = base_of(model)
-    prompts = ragged_prompts(base.config.vocab_size, case.rows, case.group)
+    prompts = ragged_prompts(base.config.vocab_size, case.rows, case.group, case.longest_prompt)
     sampling = SamplingParams(max_new_tokens=case.new_tokens, temperature=0.9)
     knobs = {"max_rows": case.rows, "max_row_tokens": 4200, "on_policy": "exact", **case.knobs}
     with RolloutEngine(model, EngineConfig(**knobs), autocast_dtype=autocast) as engine:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from rollout.errors import UnsupportedModel
@@ -141,7 +142,10 @@ class PagedAttention:
                 fresh = {"longest": max(counts), "scale": scale, "window": window}
                 output = flash.attend_packed(query, keys, values, starts_N, **fresh)
             outputs.append(output)
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        # Exact mode pads short prefills; padding belongs to no segment.
+        missing = len(query_THD) - len(output)
+        return pad(output, (0, 0, 0, 0, 0, missing)) if missing else output
 
 
 class Prefilled(Exception):
