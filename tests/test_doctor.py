@@ -26,6 +26,14 @@ def test_on_a_cpu_it_says_what_is_degraded_and_why():
 @pytest.mark.gpu
 def test_on_a_gpu_it_measures_and_finds_nothing_degraded():
     printed = run_doctor()
-    findings = ("Triton", "virtual memory", "driver's counters", "TB/s", "GB/s", "nothing")
+    findings = (
+        "Triton",
+        "virtual memory",
+        "driver's counters",
+        "TB/s",
+        "GB/s",
+        "self-check",
+        "nothing",
+    )
     for finding in (torch.cuda.get_device_name(), *findings):
         assert finding in printed

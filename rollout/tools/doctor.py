@@ -1,6 +1,7 @@
 """What the engine finds on this machine: versions, GPU, kernels, and what works less well."""
 
 import platform
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
@@ -8,9 +9,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rollout.config import EngineConfig
+from rollout.engine import RolloutEngine
 from rollout.memory.virtual_memory import why_no_virtual_memory
 from rollout.telemetry.gpu_counters import open_meter
 from rollout.telemetry.roofline import copy_bandwidth
+from rollout.tools.workload import build_model
 
 _PACKAGES = (
     *("twinslot", "torch", "triton", "transformers", "trl", "accelerate", "peft", "numpy"),
@@ -52,6 +56,7 @@ def _device() -> Iterator[tuple[str, str]]:
     yield "arena", _no_virtual_memory() or "virtual memory: pages keep their addresses"
     yield "driver's counters", open_meter(f"GPU-{properties.uuid}").reads
     yield "copy on the device", f"{copy_bandwidth('cuda', 'cuda') / 1e12:.2f} TB/s, read and write"
+    yield "engine start, 0.6B shape", f"{_start_s():.2f} s, self-check included"
     yield "copy to the device", f"{copy_bandwidth('cpu', 'cuda') / 1e9:.1f} GB/s, pinned"
 
 
@@ -65,6 +70,15 @@ def _try_kernels() -> str:
     except Exception as error:  # a missing compiler, headers, driver or package
         return f"broken: {type(error).__name__}: {error}"
     return ""
+
+
+def _start_s() -> float:
+    """Seconds to open an engine, once the GPU has loaded the kernels."""
+    model = build_model("qwen3-0.6b", torch.device("cuda"))
+    for _ in range(2):
+        began = time.perf_counter()
+        RolloutEngine(model, EngineConfig(max_rows=1)).close()
+    return time.perf_counter() - began
 
 
 def _no_virtual_memory() -> str:
