@@ -1,6 +1,9 @@
 """The twin shares the trainer's storage and nothing else."""
 
 import logging
+import sys
+import threading
+from functools import partial
 
 import pytest
 import tiny
@@ -51,6 +54,106 @@ def test_hooks_of_the_trainer_stay_behind():
         ran.clear()  # the self-check runs the model
         engine.generate([[9, 10]], SIX)
     assert ran == []
+
+
+def hide_reference(model):
+    model.__dict__["reference"] = [torch.zeros(1000)]
+
+
+def hide_cycle(model):
+    model.notes = notes = [model, {"layer": model.model.layers[0]}]
+    notes.append(notes)
+
+
+HIDDEN = {
+    "lock": lambda model: setattr(model, "lock", threading.Lock()),
+    "file": lambda model: setattr(model, "log", sys.stderr),
+    "generator": lambda model: setattr(model.model, "ids", (n for n in range(9))),
+    "recorded": lambda model: setattr(model.lm_head, "out", torch.ones(2, requires_grad=True) * 2),
+    "reference": hide_reference,
+    "cycle": hide_cycle,
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_modules_hold_beside_numbers_is_shared_or_points_into_the_twin(name):
+    model = tiny.build()
+    HIDDEN[name](model)
+    with RolloutEngine(model, SMALL) as engine:
+        tiny.assert_on_policy(engine, model)
+        base = engine.module
+    if name == "reference":
+        assert base.reference[0] is model.reference[0]
+    if name == "cycle":
+        assert base.notes[0] is base
+        assert base.notes[1]["layer"] is base.model.layers[0]
+        assert base.notes[2] is base.notes
+
+
+class Routed(nn.Module):
+    """Reaches modules of the tree by a list, a bound method and a partial."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.calls = [inner.forward, partial(self.scaled, scale=2.0)]
+
+    def scaled(self, states, scale):
+        return states * scale
+
+    def forward(self, states):
+        first, second = self.calls
+        return second(first(states))
+
+
+def test_methods_and_partials_run_the_twins_own_modules():
+    model = tiny.build()
+    mlp = model.model.layers[1].mlp = Routed(model.model.layers[1].mlp)
+    with RolloutEngine(model, SMALL) as engine:
+        tiny.assert_on_policy(engine, model)
+        with torch.no_grad():
+            mlp.inner.up_proj.weight.mul_(1.5)
+        tiny.assert_on_policy(engine, model)
+        twins = engine.module.model.layers[1].mlp
+        assert [call.__self__ for call in (twins.calls[0], twins.calls[1].func)] == [
+            twins.inner,
+            twins,
+        ]
+
+
+def scale_attention(model):
+    model.model.layers[0].self_attn.scaling *= 0.5
+
+
+def widen(model):
+    model.config.sliding_window = 9
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 9
+
+
+CHANGES = {
+    "scaling": ("qwen3", scale_attention),
+    "window": ("mistral", widen),
+    "softcap": ("gemma2", lambda m: setattr(m.config, "final_logit_softcapping", 1.0)),
+    "epsilon": ("llama", lambda m: setattr(m.model.norm, "variance_epsilon", 0.5)),
+    "head": ("granite", lambda m: setattr(m.config, "logits_scaling", 7.0)),
+    "activation": ("llama", lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.ReLU())),
+    "experts": ("qwen3_moe", lambda m: setattr(m.model.layers[0].mlp.gate, "top_k", 1)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_that_change_are_followed(name, caplog):
+    family, change = CHANGES[name]
+    model = tiny.build(family)
+    with caplog.at_level(logging.INFO), RolloutEngine(model, SMALL) as engine:
+        tiny.assert_on_policy(engine, model)
+        before = tiny.logprobs(model.eval(), [9] * 9, [10] * 9)
+        change(model)
+        assert not torch.equal(tiny.logprobs(model.eval(), [9] * 9, [10] * 9), before)
+        tiny.assert_on_policy(engine, model)
+    (said,) = (m for m in caplog.messages if "copies the module tree again" in m)
+    assert len(said) < 200
 
 
 def test_weights_that_moved_are_found_by_name():

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-# Hooks of these packages change no value in a forward without gradient, or the twin has its own
-# way to do what they do.
-_KNOWN = {"accelerate", "bitsandbytes", "deepspeed", "peft", "rollout", "torch", "trainers"}
-_KNOWN |= {"transformers", "trl", "wandb"}
+KNOWN = {"accelerate", "bitsandbytes", "deepspeed", "kernels", "liger_kernel", "peft", "rollout"}
+KNOWN |= {"torch", "trainers", "transformers", "trl", "wandb"}
+"""Packages whose hooks and patched forwards change no value without gradient, or what they do has
+a way of its own in the twin."""
 
 Hook = Callable[..., Any]
 
@@ -29,7 +31,7 @@ def watched_hooks(model: nn.Module) -> Iterator[list[str]]:
     for name, module in model.named_modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
-                if _package(hook) not in _KNOWN:
+                if package_of(hook) not in KNOWN:
                     replaced.append((hooks, key, hook))
                     where = f"{name or 'the model'} ({type(module).__name__})"
                     hooks[key] = _watched(hook, where, changing)
@@ -50,7 +52,7 @@ def _watched(hook: Hook, where: str, changing: list[str]) -> Hook:
             # A pre-hook may return one input alone, a forward hook returns the output.
             after = after[: len(before) - len(_tensors(result))] + _tensors(result)
         if not _equal(before, after):
-            changing.append(f"{_name(hook)}, a forward hook of {where}, changes what it computes")
+            changing.append(f"{name_of(hook)}, a forward hook of {where}, changes what it computes")
         return result
 
     return watched
@@ -69,19 +71,24 @@ def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
     )
 
 
-def _package(hook: Hook) -> str:
-    """Top-level package of the function that a hook calls."""
-    return str(getattr(_function(hook), "__module__", "")).partition(".")[0]
+def package_of(function: Any) -> str:
+    """Top-level package in which a function, or the class of a callable object, was written."""
+    function = unwrapped(function)
+    # `functools.wraps` sets `__module__` to that of the function within.
+    scope = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    return str(scope).partition(".")[0]
 
 
-def _name(hook: Hook) -> str:
-    function = _function(hook)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{function.__module__}.{name}"
+def name_of(function: Any) -> str:
+    """Name of a function, or of the class of a callable object, with its module."""
+    function = unwrapped(function)
+    if isinstance(function, FunctionType):
+        return f"{function.__globals__['__name__']}.{function.__code__.co_qualname}"
+    return f"{type(function).__module__}.{type(function).__qualname__}"
 
 
-def _function(hook: Any) -> Any:
+def unwrapped(function: Any) -> Any:
     """The function under partials and bound methods."""
-    while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
-        hook = inner
-    return hook
+    while isinstance(function, partial | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return function

@@ -15,8 +15,9 @@ from rollout.exact.linear import InvariantShapes
 from rollout.memory.arena import Arena, PlainArena
 from rollout.memory.kv_cache import KVLayout
 from rollout.model.attention import PAGED_ATTENTION, PagedAttention, number_layers
-from rollout.model.clone import bind, clone, fingerprint
+from rollout.model.clone import Fingerprint, bind, clone, fingerprint, first_change
 from rollout.model.compile import compile_layers, decoder_layers, run_uncompiled
+from rollout.model.patches import check_patches
 from rollout.model.replace import replace_modules
 from rollout.model.weights import (
     Shadow,
@@ -234,13 +235,17 @@ class Twin:
 
     def _rebuild_if_changed(self) -> None:
         reshard(self._live)
-        if fingerprint(base_of(self._live)) != self._fingerprint:
+        current = fingerprint(base_of(self._live))
+        if current != self._fingerprint:
+            changed = first_change(self._fingerprint, current)
+            logger.info("the engine copies the module tree again, which has changed: %s", changed)
             self._rebuild()
 
     def _rebuild(self) -> None:
         live = base_of(self._live)
+        check_patches(self._live)
         self.num_builds += 1
-        self._fingerprint: tuple[Any, ...] = ()  # after an interrupt, copy again
+        self._fingerprint: Fingerprint = {}  # after an interrupt, copy again
         self._shadow.clear()
         self._base = base = clone(live)
         _configure(base, on_gpu=self.device.type == "cuda")
