@@ -14,8 +14,16 @@ _MAX_HEAD_DIM = 256
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The transformers model under a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    """The transformers model under a PEFT wrapper, or the model itself.
+
+    A model that transformers loaded with its adapters (`peft_config`) has no wrapper.
+    """
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """Configs of the model's PEFT adapters by name, whether PEFT or transformers loaded them."""
+    return getattr(model, "peft_config", None) or {}
 
 
 def configs_of(base: nn.Module) -> list[Any]:
@@ -97,7 +105,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     yield from _attention_reasons(config)
     yield from _position_reasons(base)
     yield from _rope_reasons(config)
-    yield from _adapter_reasons(getattr(model, "peft_config", {}).values())
+    yield from _adapter_reasons(adapters_of(model).values())
     if not getattr(base, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' AttentionInterface"
     if "logits_to_keep" not in inspect.signature(type(base).forward).parameters:

@@ -8,6 +8,11 @@ import torch
 import trl_family
 import trl_trainer
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModelForCausalLM
+
+from rollout import EngineConfig, RolloutEngine, UnsupportedTrainer
+from trainers.ppo.value_model import ValueModel
 
 LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "task_type": "CAUSAL_LM"}
 
@@ -120,3 +125,40 @@ def test_a_teacher_that_is_an_adapter_of_the_same_model_does_not_generate(tmp_pa
     assert trainer.model.active_adapter == "default"
     assert len(gaps) == 3 * 8
     assert max(gaps) < 1e-4
+
+
+@pytest.fixture
+def from_folder(tmp_path):
+    """A model that transformers loads from a folder of adapters: no wrapper of PEFT's around it."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tiny.build().save_pretrained(base)
+    config = LoraConfig(**LORA, init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
+    model = AutoModelForCausalLM.from_pretrained(adapter)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def test_a_folder_of_adapters_that_transformers_loaded_trains(from_folder, tmp_path):
+    trainer = trl_family.build("GRPO", tmp_path, model=from_folder, learning_rate=0.05)
+    gaps = trl_family.watch_gaps(trainer, trl_trainer.attach(trainer))
+    trainer.train()
+    assert len(gaps) == 3 * 8
+    assert max(gaps) < 1e-4
+    layers = [layer for layer in from_folder.modules() if isinstance(layer, BaseTunerLayer)]
+    with RolloutEngine(from_folder, EngineConfig(max_rows=4, page_tokens=4)) as engine:
+        for enabled in (False, True):
+            for layer in layers:
+                layer.enable_adapters(enabled)
+            tiny.assert_on_policy(engine, from_folder)
+
+
+def test_a_critic_beside_it_shares_its_frozen_weights_or_is_refused(from_folder):
+    critic = ValueModel.beside_adapters(from_folder)
+    trained = [name for name, parameter in critic.named_parameters() if parameter.requires_grad]
+    assert any("lora_" in name for name in trained)
+    ids = torch.tensor([[9, 10, 11]])
+    assert critic(ids, torch.ones_like(ids), 2).shape == (1, 2)
+    with pytest.raises(UnsupportedTrainer, match=r"load them by peft\.PeftModel"):
+        ValueModel.from_policy(from_folder)

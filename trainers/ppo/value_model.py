@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import UnsupportedTrainer
+from rollout.support import adapters_of, base_of
 
 CriticKind = Literal["model", "adapter", "head"]
 
@@ -33,12 +34,21 @@ class ValueModel(nn.Module):
         """Copy the decoder of a causal language model or PEFT model, without its adapters.
 
         Raises:
-            UnsupportedTrainer: The policy's weights are quantised and cannot be trained.
+            UnsupportedTrainer: The policy's weights are quantised and cannot be trained, or its
+                adapters cannot be taken off.
         """
         _check_not_quantised(policy)
-        is_peft = hasattr(policy, "unload")  # `base_model` of a PEFT model still has the adapters
-        backbone = copy.deepcopy(policy).unload().base_model if is_peft else None
-        backbone = backbone or copy.deepcopy(policy.base_model)
+        backbone: Any
+        if base_of(policy) is not policy:
+            backbone = copy.deepcopy(policy).unload().base_model
+        elif adapters_of(policy):
+            raise UnsupportedTrainer(
+                "critic='model' copies the policy without its adapters, but transformers loaded "
+                "them into the model itself; load them by peft.PeftModel.from_pretrained(model, "
+                "folder, is_trainable=True), or set critic='adapter'"
+            )
+        else:
+            backbone = copy.deepcopy(policy.base_model)
         return cls(backbone.requires_grad_(True), _hidden_size(policy)).to(_device(backbone))
 
     @classmethod
@@ -155,8 +165,8 @@ def _zero_head(hidden_size: int) -> nn.Linear:
 
 def _decoder(policy: Any) -> Any:
     """The policy's decoder, including its adapters, without the language-model head."""
-    causal = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    return causal.base_model
+    base: Any = base_of(policy)
+    return base.base_model
 
 
 def _hidden_size(policy: Any) -> int:
