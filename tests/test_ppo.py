@@ -120,6 +120,17 @@ def test_trl_generates_by_itself_for_the_plain_trainer(tmp_path):
     assert not trl_trainer.logged(trainer, "rollout/generated_tok_s")
 
 
+@pytest.mark.parametrize("batch", [15, 1])
+def test_any_number_of_rows_may_be_a_batch(tmp_path, batch):
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    sizes = {"per_device_train_batch_size": batch, "eval_strategy": "steps", "eval_steps": 9}
+    config = RolloutPPOConfig(**arguments, **sizes, gradient_accumulation_steps=3)
+    assert (config.num_generations, config.num_generations_eval) == (1, None)
+    assert config.generation_batch_size == 3 * batch
+    with pytest.raises(ConfigError, match="one completion only; raise per_device_train_batch_size"):
+        RolloutPPOConfig(**arguments, per_device_train_batch_size=1)
+
+
 def test_a_zero_critic_hands_every_token_its_rows_reward(tmp_path):
     """Catches the faults `advantage shifted by one` and `reward on padding`."""
     fixed = {"value_model": Constant(), "value_learning_rate": 0.0}

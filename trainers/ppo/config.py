@@ -1,5 +1,6 @@
 """Arguments of PPO: TRL's GRPO arguments, plus arguments of the critic and the advantages."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -35,10 +36,7 @@ class RolloutPPOConfig(GRPOConfig):
 
     num_generations: int | None = field(
         default=1,
-        metadata={
-            "help": "Completions per prompt. The critic needs only 1. With 1, the number of "
-            "sequences per batch must be even."
-        },
+        metadata={"help": "Completions per prompt. The critic needs only 1."},
     )
     gamma: float = field(
         default=1.0, metadata={"help": "Discount per token. Below 1, answers get shorter."}
@@ -129,12 +127,26 @@ class RolloutPPOConfig(GRPOConfig):
         self._check()
         if self.kl_coef:
             self.beta = self.kl_coef  # TRL loads a reference model only if beta is set
-        is_one = self.num_generations == 1
-        if is_one:
-            self.num_generations = 2  # TRL's config refuses 1, although its trainer accepts it
+        if self.num_generations != 1:
+            super().__post_init__()  # type: ignore[no-untyped-call]
+            return
+        # TRL's config refuses 1, although its trainer accepts it.
+        evaluation, self.num_generations_eval = self.num_generations_eval, 1
+        self.num_generations = self._divisor()
         super().__post_init__()  # type: ignore[no-untyped-call]
-        if is_one:
-            self.num_generations = 1
+        self.num_generations, self.num_generations_eval = 1, evaluation
+
+    def _divisor(self) -> int:
+        """A number above 1 that divides the completions of a rollout."""
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        factors = (self.generation_batch_size, self.per_device_train_batch_size, steps)
+        for factor in (*factors, int(os.environ.get("WORLD_SIZE", "1"))):
+            if factor is not None and factor > 1:
+                return int(factor)
+        raise ConfigError(
+            "a rollout has one completion only; raise per_device_train_batch_size, "
+            "gradient_accumulation_steps or steps_per_generation"
+        )
 
     def _check(self) -> None:
         if not is_real(self.kl_coef):

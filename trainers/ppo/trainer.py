@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from rollout.errors import UnsupportedTrainer
+from trainers.adapter.support import refuse_vllm
 from trainers.config import RolloutConfig
 from trainers.generator import RolloutGenerator
 from trainers.ppo.advantages import (
@@ -249,6 +250,7 @@ class RolloutPPOTrainer(PPOTrainer):
     """
 
     def __init__(self, *args: Any, rollout: RolloutConfig | None = None, **kwargs: Any) -> None:
+        refuse_vllm(*args, *kwargs.values())
         super().__init__(*args, **kwargs)
         RolloutGenerator(rollout).attach(self)
 
