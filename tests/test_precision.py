@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 import trl_trainer
+from peft import LoraConfig
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.model.twin import Twin
@@ -102,3 +103,15 @@ def test_a_float32_head_gives_the_logits_of_trls_fused_head(tmp_path, dtype, aut
     assert logits.dtype == torch.float32
     assert torch.equal(logits, wanted)
     assert twin.base.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_cast_that_the_advice_would_spare_is_advised_against(dtype, tmp_path, caplog):
+    """Adapters are in float32 by PEFT's choice; only a model in float32 can be loaded in bf16."""
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = tiny.build().to(dtype)
+    trainer = trl_trainer.build(tmp_path, model, bf16=True, peft_config=lora, max_steps=1)
+    with caplog.at_level("WARNING", "rollout"):
+        trl_trainer.attach(trainer)
+        trainer.train()
+    assert ("load the model with" in caplog.text) == (dtype == torch.float32)

@@ -29,7 +29,7 @@ from rollout.model.weights import (
     reshard,
     whole,
 )
-from rollout.support import base_of, check_placed, configs_of
+from rollout.support import adapters_of, base_of, check_placed, configs_of
 from rollout.telemetry.device_time import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -263,13 +263,13 @@ class Twin:
             self._shadow.place(weights, self._replaced.groups)
             with self.casts.running(self.shadow_bytes):
                 self._shadow.fill(weights)
-            self._announce()
+            self._announce(any(not weight.source.requires_grad for weight in weights))
 
     def _find_shadowed(self) -> Iterator[ShadowWeight]:
         live = base_of(self._live)
         return find_shadowed(live, self._base, self._autocast_dtype, self._param_dtype)
 
-    def _announce(self) -> None:
+    def _announce(self, casts_frozen: bool) -> None:
         if self._announced == (sharded := self.is_sharded):
             return
         if self._param_dtype is not None and not sharded:
@@ -283,6 +283,8 @@ class Twin:
                 size,
             )
             return
+        if adapters_of(self._live) and not casts_frozen:
+            return  # the adapters' own weights, which train in float32
         dtype = str(self._autocast_dtype).removeprefix("torch.")
         text = (
             "The trainer computes in %s, but its weights have another dtype. During a rollout "
