@@ -250,6 +250,21 @@ def test_a_step_that_failed_counts_to_none_of_the_next_training(tmp_path):
     assert tokens_per_s < trl_trainer.logged(run, "rollout/generated_tok_s")[0]
 
 
+def test_an_evaluation_after_one_that_was_interrupted_counts_its_own_time(tmp_path):
+    run = trl_trainer.build(tmp_path)
+    engine = trl_trainer.attach(run).engine
+    step, engine.step = engine.step, fail
+    with pytest.raises(ZeroDivisionError):
+        run.evaluate()
+    engine.step = step
+    time.sleep(1.0)
+    run.evaluate()
+    shares = run._metrics["eval"].get("rollout/step_share") or [
+        entry["eval_rollout/step_share"] for entry in run.state.log_history
+    ]
+    assert min(shares) > 0.2
+
+
 def fail(**columns):
     raise ZeroDivisionError
 

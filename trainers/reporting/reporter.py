@@ -39,7 +39,11 @@ class Reporter:
             inside.enter_context(self._traces.recording())
             if shows_progress(self._trainer):
                 inside.enter_context(progress(self._engine, num_rows, most_tokens))
-            yield
+            try:
+                yield
+            except BaseException:
+                self._clock.drop()
+                raise
 
     def log_rollout(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]

@@ -47,6 +47,11 @@ class StepClock(TrainerCallback):
         if self._start_s is None:
             self._start_s = time.perf_counter()
 
+    def drop(self) -> None:
+        """Drop what was counted in the present mode: an error has ended its step."""
+        self._start_s = None
+        self._steps.pop(self._trainer.model.training, None)
+
     def count(self, num_tokens: int = 0, seconds: float = 0.0) -> None:
         """Add a rollout's tokens of all ranks, or its seconds on this rank."""
         steps = self._steps[self._trainer.model.training]
