@@ -6,11 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from rollout.errors import UnsupportedModel
+from rollout.errors import ConfigError, UnsupportedModel
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_TYPES = {"dynamic", "longrope"}
 _MAX_HEAD_DIM = 256
+# Vision-language families whose language model is that of a text-only class.
+_WITH_TEXT_MODEL = {"exaone4_5", "gemma3", "got_ocr2", "idefics3", "internvl", "lighton_ocr"}
+_WITH_TEXT_MODEL |= {"llava", "llava_next", "llava_onevision", "mistral3", "ovis2", "smolvlm"}
+_WITH_TEXT_MODEL |= {"vipllava"}
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -83,6 +87,23 @@ def check_placed(model: nn.Module) -> None:
             )
 
 
+def check_length(model: nn.Module, max_row_tokens: int) -> None:
+    """Raise `ConfigError` if rows may outgrow a table of learned positions, as GPT-2's and OPT's.
+
+    Positions that are computed, as RoPE's, have no end.
+    """
+    base: Any = base_of(model)
+    most, tokens = base.config.max_position_embeddings, base.get_input_embeddings()
+    for name, module in base.named_modules():
+        is_table = isinstance(module, nn.Embedding) and module is not tokens
+        # OPT's table begins with two rows that stand for no position.
+        if is_table and most <= module.num_embeddings <= most + 2 and max_row_tokens > most:
+            raise ConfigError(
+                f"max_row_tokens={max_row_tokens}: {name} is a table of {most} learned positions; "
+                f"set at most {most}"
+            )
+
+
 def _reasons(model: nn.Module) -> Iterator[str]:
     """Why the engine cannot run this model, the most useful reason first."""
     base = base_of(model)
@@ -96,7 +117,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     if config.is_encoder_decoder:
         yield "it is an encoder-decoder; use a decoder-only model"
     if config.get_text_config() is not config:
-        yield "it takes images or audio; load its text model alone (AutoModelForCausalLM)"
+        yield f"it takes images or audio{_text_model(base)}"
     if has_layers("Linear8bitLt", model):  # by name, because bitsandbytes may not be installed
         yield (
             "its 8-bit layers (bitsandbytes' Linear8bitLt) search all rows of a batch for "
@@ -110,6 +131,21 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "its attention does not go through transformers' AttentionInterface"
     if "logits_to_keep" not in inspect.signature(type(base).forward).parameters:
         yield "its forward has no `logits_to_keep`, so it computes logits for every token"
+
+
+def _text_model(base: Any) -> str:
+    """How to make a text-only model of the same weights, for families where a test does so."""
+    from transformers import AutoModelForCausalLM  # takes seconds to import
+
+    if base.config.model_type not in _WITH_TEXT_MODEL:
+        return ""
+    kind: Any = AutoModelForCausalLM._model_mapping[type(base.config.get_text_config())]
+    part = "language_model" if hasattr(base.model, "language_model") else "text_model"
+    return (
+        f"; for text alone, train text = transformers.{kind.__name__}"
+        "(model.config.get_text_config()) with the same weights: "
+        f"text.model = model.model.{part}; text.lm_head = model.lm_head"
+    )
 
 
 def _adapter_reasons(adapters: Iterable[Any]) -> Iterator[str]:

@@ -153,7 +153,7 @@ COMPILED = r"use module.compile\(\) instead"
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (multimodal, "images or audio; load its text model alone"),
+        (multimodal, "takes images or audio"),
         (lambda: torch.nn.Linear(2, 2), "not a transformers model"),
         (lambda: adapted(PROMPT_TUNING), "virtual tokens into the KV cache; use LoRA"),
         (lambda: adapted(ALORA), "activated LoRA .* use LoRA without `alora"),

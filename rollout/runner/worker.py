@@ -24,7 +24,7 @@ from rollout.runner.slots import SlotPair
 from rollout.runner.streams import Streams
 from rollout.scheduler.batch import Demand
 from rollout.scheduler.pages import TRASH_PAGE, pages_for
-from rollout.support import base_of, check_model, check_placed
+from rollout.support import base_of, check_length, check_model, check_placed
 from rollout.telemetry.roofline import Cost
 
 
@@ -73,6 +73,7 @@ class Worker:
             param_dtype=param_dtype,
         )
         self.max_row_tokens = config.max_row_tokens or self.twin.max_positions
+        check_length(model, self.max_row_tokens)
         self.max_row_pages = pages_for(self.max_row_tokens, config.page_tokens)
         layout = self.twin.kv_layout(config.page_tokens)
         if autocast_dtype is None and param_dtype is not None:
