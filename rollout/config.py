@@ -4,8 +4,36 @@ from dataclasses import dataclass, field
 
 from rollout.errors import ConfigError, check_choice, check_count, is_real, refuse_unknown
 
+_WHOLE_MODEL = "each process runs the whole model on its own GPU; drop it"
+VLLM_NAMES = {
+    "max_num_seqs": "set max_rows",
+    "max_model_len": "set max_row_tokens",
+    "max_model_length": "set max_row_tokens",
+    "max_seq_len": "set max_row_tokens",
+    "max_num_batched_tokens": "set prefill_tokens",
+    "enable_chunked_prefill": "prompts are prefilled in chunks of prefill_tokens; drop it",
+    "block_size": "set page_tokens",
+    "gpu_memory_utilization": "set kv_fraction, a share of the memory that is free in a rollout",
+    "kv_cache_memory_bytes": "set kv_bytes",
+    "swap_space": "set offload_bytes, in bytes",
+    "cpu_offload_gb": "set offload_bytes, in bytes; weights stay on the GPU",
+    "kv_cache_dtype": "keys and values have the dtype in which the trainer computes; drop it",
+    "dtype": "rollouts compute in the trainer's dtype; drop it",
+    "quantization": "rollouts read the trainer's own weights; drop it",
+    "enable_prefix_caching": "beginnings of the same prompt are always shared; drop it",
+    "enable_sleep_mode": "set kv_keep: 'rollout' gives memory back after each rollout",
+    "async_scheduling": "set num_slots: 2 overlaps host and device work",
+    "compilation_config": "set compile_layers",
+    "enable_lora": "rollouts run the trainer's own adapters; drop it",
+    "tensor_parallel_size": _WHOLE_MODEL,
+    "pipeline_parallel_size": _WHOLE_MODEL,
+    "data_parallel_size": "start one process for each GPU (accelerate launch); drop it",
+    "seed": "set the trainer's seed, or pass seeds to generate()",
+}
+"""vLLM's names for what the engine does, and what to write here."""
 
-@refuse_unknown(ConfigError)
+
+@refuse_unknown(ConfigError, VLLM_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the engine batches and how much memory it may use. Each field's `help` describes it.

@@ -263,6 +263,11 @@ class RolloutEngine:
         return self.worker.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes, and that of the KV pages."""
+        return self.worker.kv_cache.layout.dtype
+
+    @property
     def vocab_size(self) -> int:
         """Token ids must be below this."""
         return self.worker.twin.vocab_size

@@ -15,10 +15,11 @@ RolloutError
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -68,10 +69,15 @@ class UnsupportedTrainer(Unsupported):
     """The engine cannot serve this trainer or one of its settings."""
 
 
-def refuse_unknown(error: type[RolloutError]) -> Callable[[type[T]], type[T]]:
+def refuse_unknown(
+    error: type[RolloutError], others: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[type[T]], type[T]]:
     """Decorate a dataclass so that an unknown argument raises `error` with the closest known name.
 
     Put it above `@dataclass`. A subclass that adds fields needs it again.
+
+    Args:
+        others: What to write instead of a name that another library uses, with or without `vllm_`.
 
     Example:
         >>> from dataclasses import dataclass
@@ -92,15 +98,20 @@ def refuse_unknown(error: type[RolloutError]) -> Callable[[type[T]], type[T]]:
         def checked(self: Any, *args: Any, **knobs: Any) -> None:
             for name in knobs:
                 if name not in known:
-                    close = get_close_matches(name, known, n=1)
-                    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
-                    raise error(f"{cls.__name__} has no {name!r}; {hint}")
+                    raise error(f"{cls.__name__} has no {name!r}; {_hint(name, known, others)}")
             init(self, *args, **knobs)
 
         cls.__init__ = checked
         return cls
 
     return decorate
+
+
+def _hint(name: str, known: Sequence[str], others: Mapping[str, str]) -> str:
+    if instead := others.get(name.removeprefix("vllm_")):
+        return instead
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
 
 
 def check_count(error: type[RolloutError], name: str, value: Any, least: int = 1) -> None:

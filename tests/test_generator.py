@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from rollout import EngineClosed, RequestError, RolloutError
+from rollout import EngineClosed, RequestError, RolloutError, SamplingParams
 from trainers import RolloutConfig, RolloutGenerator
 
 
@@ -128,6 +128,25 @@ def test_other_weights_for_an_evaluation_are_not_taken_into_the_next_rollout(tmp
     trainer.train()
     for name in ("rollout/logp_gap", "eval_rollout/logp_gap"):
         assert max(trl_trainer.logged(trainer, name)) < 0.05
+
+
+def test_a_judge_that_wakes_the_engine_leaves_the_memory_to_training(tmp_path):
+    asleep = []
+
+    def judge(completion_ids, **columns):
+        asked = [[9, 10, *ids[:3]] for ids in completion_ids]
+        said = generator.engine.generate(asked, SamplingParams(max_new_tokens=2))
+        return [float(each.token_ids[0] % 2) for each in said]
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            asleep.append(generator.engine.asleep)
+
+    trainer = trl_trainer.build(tmp_path, callbacks=[Watch()])
+    trainer.reward_funcs = [judge]
+    generator = trl_trainer.attach(trainer)
+    trainer.train()
+    assert asleep == [True] * 3
 
 
 @pytest.mark.parametrize("door", ["attach", "rollout_func"])

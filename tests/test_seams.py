@@ -8,7 +8,7 @@ import trl_trainer
 from trl import RLOOTrainer, SFTConfig, SFTTrainer
 
 from rollout import UnsupportedTrainer
-from trainers.adapter.seams import SEAMS, find_seam, settings_of
+from trainers.adapter.seams import SEAMS, Settings, find_seam
 
 KINDS = tuple(trl_family.HOMES)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +107,7 @@ def test_a_users_own_class_takes_the_row_of_the_one_it_derives_from(tmp_path):
 
 @each_kind
 def test_settings_have_one_set_of_names(kind, tmp_path):
-    settings = settings_of(trl_family.build(kind, tmp_path, temperature=0.7))
+    settings = Settings(trl_family.build(kind, tmp_path, temperature=0.7))
     assert settings.temperature == 0.7
     assert settings.max_completion_length == 9
     assert settings.eos_token_ids == [tiny.EOS]
@@ -120,7 +120,7 @@ def test_settings_have_one_set_of_names(kind, tmp_path):
 
 def test_settings_are_read_where_they_are_changed(tmp_path):
     trainer = trl_family.build("GOLD", tmp_path)
-    settings = settings_of(trainer)
+    settings = Settings(trainer)
     trainer.temperature, trainer.args.max_completion_length = 0.3, 4
     assert (settings.temperature, settings.max_completion_length) == (0.3, 4)
 
@@ -129,4 +129,4 @@ def test_any_eos_id_of_the_model_or_the_tokenizer_ends_a_completion(tmp_path):
     model = tiny.build()
     model.generation_config.eos_token_id = [20, 21]
     trainer = trl_family.build("IWOPD", tmp_path, model=model)
-    assert set(settings_of(trainer).eos_token_ids) == {tiny.EOS, 20, 21}
+    assert set(Settings(trainer).eos_token_ids) == {tiny.EOS, 20, 21}

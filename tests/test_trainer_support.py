@@ -61,7 +61,7 @@ def extra(**settings):
         (extra(seed=3), "set the trainer's own `seed`"),
         (extra(n=2), "set `num_generations`"),
         (extra(temperature=0.3), "set the trainer's own `temperature`"),
-        (extra(do_sample=False), "do_sample=False in generation_kwargs is"),
+        (extra(do_sample=False), "do_sample=False in generation_kwargs or"),
         (extra(typical_p=0.3), "typical_p=0.3 in .* not supported; use `top_p`"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured outputs"),
         ({"loss_type": "vespo"}, "VESPO"),
@@ -114,7 +114,9 @@ def test_every_name_of_vllm_and_transformers_has_an_effect_or_is_refused(tmp_pat
             assert sampling_of(trainer) != plain, name
         else:
             (reason,) = refused_settings(trainer)
-            refused = f"{name}=0.123 in generation_kwargs is not supported; "
+            refused = (
+                f"{name}=0.123 in generation_kwargs or trainer.generation_config is not supported; "
+            )
             assert reason.startswith(refused), reason
             assert len(reason) >= len(refused) + len("drop it")
 
@@ -237,6 +239,33 @@ def test_a_temperature_that_the_loss_does_not_follow_is_warned_of(tmp_path, capl
             assert len(caplog.messages) == (expected if kind in ("GRPO", "RLOO") else 0)
     if caplog.messages:
         assert "temperature=0.4 from now on, but the loss still divides by 0.9" in caplog.text
+
+
+def test_stop_strings_that_the_loss_leaves_out_are_warned_of(tmp_path, caplog):
+    stops = {"generation_kwargs": {"stop": ["ab"]}}
+    for masked, strings, warned in ((True, {}, False), (False, stops, False), (True, stops, True)):
+        trainer = trl_trainer.build(tmp_path, mask_truncated_completions=masked, **strings)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "trainers"):
+            trl_trainer.attach(trainer)
+        assert ("If most end so, nothing is learnt" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_a_mean_gap_beyond_rounding_is_warned_of_once(tmp_path, caplog, scale):
+    trainer = trl_trainer.build(tmp_path)
+    trl_trainer.attach(trainer)
+    weigh = trainer._get_per_token_logps_and_entropies
+
+    def scaled(*args, **kwargs):
+        logps, *others = weigh(*args, **kwargs)
+        return logps * scale, *others
+
+    trainer._get_per_token_logps_and_entropies = scaled
+    with caplog.at_level(logging.WARNING, "trainers"):
+        trainer.train()
+    said = [message for message in caplog.messages if "nats a token in the mean" in message]
+    assert len(said) == (scale > 1)
 
 
 def test_a_trainer_is_copied_without_its_generator_and_its_parts_at_any_time(tmp_path):

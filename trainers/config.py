@@ -3,13 +3,13 @@
 import re
 from dataclasses import dataclass, field
 
-from rollout.config import EngineConfig
+from rollout.config import VLLM_NAMES, EngineConfig
 from rollout.errors import ConfigError, check_choice, refuse_unknown
 
 _TRACE = re.compile("off|last|every:[1-9][0-9]*")
 
 
-@refuse_unknown(ConfigError)
+@refuse_unknown(ConfigError, VLLM_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(EngineConfig):
     """Settings of a TRL trainer's rollouts; raises ConfigError for an unknown or invalid knob."""

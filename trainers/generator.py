@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Self
 
+import torch
+
 from rollout.errors import ConfigError, UnsupportedTrainer
 from rollout.exact.setup import prepare_trainer
 from rollout.request import Completion
@@ -18,8 +20,14 @@ from rollout.sampling_params import SamplingParams
 from trainers.adapter.engine import open_engine
 from trainers.adapter.ranks import Phase, RolloutCollectives, agree
 from trainers.adapter.row_seeds import RowSeeds
-from trainers.adapter.sampling import announce, loss_temperature, row_sampling
-from trainers.adapter.seams import find_seam, settings_of
+from trainers.adapter.sampling import (
+    announce,
+    loss_temperature,
+    row_sampling,
+    warn_of_masked_stops,
+)
+from trainers.adapter.seams import Settings, find_seam
+from trainers.adapter.vllm_arguments import log_without_effect
 from trainers.config import RolloutConfig
 from trainers.reporting.metrics import gap_metrics, log_metrics
 from trainers.reporting.reporter import Reporter
@@ -27,6 +35,9 @@ from trainers.reporting.reporter import Reporter
 logger = logging.getLogger(__name__)
 
 _EXACT_GAP = 1e-5
+# Mean |difference| of log-probabilities, in nats a token, beyond what rounding explains: random
+# weights, which amplify it, reach 0.05 in bfloat16 (examples/measurements.md).
+_CLOSE_GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 _MISSING = object()
 
 
@@ -48,7 +59,13 @@ class RolloutGenerator:
         ```
     """
 
-    def __init__(self, config: RolloutConfig | None = None) -> None:
+    def __init__(self, config: RolloutConfig | None = None, **knobs: Any) -> None:
+        if knobs:
+            named = ", ".join(f"{name}={value!r:.40}" for name, value in knobs.items())
+            raise ConfigError(
+                f"RolloutGenerator takes its knobs in a config; write "
+                f"RolloutGenerator(RolloutConfig({named}))"
+            )
         if not isinstance(config, RolloutConfig | None):
             raise ConfigError(
                 f"config={config!r:.80}: must be a trainers.RolloutConfig(...); it has all knobs "
@@ -62,7 +79,7 @@ class RolloutGenerator:
         self._later_tokens = 0
         self._announced: SamplingParams | None = None
         self._before: dict[str, Any] = {}
-        self._warned = False
+        self._said: set[str] = set()  # warnings that are given once
 
     def attach(self, trainer: Any) -> Self:
         """Become the trainer's generator. Call it after construction, before `train()`.
@@ -84,6 +101,10 @@ class RolloutGenerator:
             self._replace(name, value)
         self._replace("vllm_generation", self)
         self._replace("use_vllm", True)
+        if hasattr(trainer, "vllm_mode"):
+            # TRL's tool loop asks for the longest sequence in this mode alone.
+            self._replace("vllm_mode", "colocate")
+        log_without_effect(trainer.args)
         return self
 
     def detach(self) -> None:
@@ -204,13 +225,15 @@ class RolloutGenerator:
             self._undo_exact()
             self.engine.close()
             raise
-        self._trainer, self._settings = trainer, settings_of(trainer)
+        self._trainer, self._settings = trainer, Settings(trainer)
+        warn_of_masked_stops(self._settings)
         self._seam = find_seam(trainer)
         self._seeds, self._loss_temperature = RowSeeds(trainer), None
         if self._seam.patches:
             model = trainer.accelerator.unwrap_model(trainer.model)
             self._loss_temperature = loss_temperature(model)
         self._wrap(self._seam.generates, self._share_version)
+        self._wrap("_prepare_inputs", self._prepare_and_sleep)
         if self._seam.scores is not None:
             self._wrap(self._seam.scores, self._score_and_log_gap)
 
@@ -226,6 +249,7 @@ class RolloutGenerator:
         self, prompts: list[list[int]], *, same_weights: bool
     ) -> tuple[Sequence[Completion], int]:
         """Return the completions of `prompts` and the number of tokens this rank generated."""
+        self._settings.refresh()
         self._announced = announce(self._settings, self._announced, self._loss_temperature)
         rows: Sequence[list[int]] = prompts
         seeds: Sequence[int] = self._seeds.draw(len(prompts))
@@ -283,24 +307,53 @@ class RolloutGenerator:
             self.engine.sleep()
         self._reporter.log_times()
 
+    def _prepare_and_sleep(self, prepare: Any, *inputs: Any) -> Any:
+        """Run the trainer's own `_prepare_inputs`; a reward function in it may wake the engine."""
+        prepared = prepare(*inputs)
+        if not self.engine.busy:
+            self._sleep()
+        return prepared
+
     def _sampling(self, prompt: Sequence[int]) -> SamplingParams:
         """The trainer's settings, with lengths clipped to `max_row_tokens` as vLLM does."""
-        room = max(self.engine.max_row_tokens - len(prompt), 1)
+        longest, most = self.engine.max_row_tokens, self._settings.max_completion_length
+        room = max(longest - len(prompt), 1)
+        if room < most:
+            self._warn_once(
+                "a prompt of %d tokens leaves room for %d of max_completion_length=%d tokens: a "
+                "row has at most %d (max_row_tokens, vllm_max_model_length, or the model's length)",
+                *(len(prompt), room, most, longest),
+            )
         return row_sampling(self._settings, room)
+
+    def _warn_once(self, text: str, *values: Any) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning(text, *values)
 
     def _score_and_log_gap(self, score: Any, inputs: Any) -> Any:
         """Run TRL's `_generate_and_score_completions` and log the log-probability gap."""
         scored = score(inputs)
         metrics = gap_metrics(self._trainer, scored, sample=self.config.exact)
         log_metrics(self._trainer, metrics)
-        largest = metrics.get("rollout/logp_gap_max", 0.0)
-        if self.config.exact and largest > _EXACT_GAP and not self._warned:
-            self._warned = True
-            logger.warning(
+        self._warn_of_gap(metrics)
+        return scored
+
+    def _warn_of_gap(self, metrics: dict[str, float]) -> None:
+        largest, mean = metrics.get("rollout/logp_gap_max", 0.0), metrics.get("rollout/logp_gap", 0)
+        if self.config.exact and largest > _EXACT_GAP:
+            self._warn_once(
                 "on_policy='exact', but a log-probability differs by %.1e between rollout and "
                 "trainer (expected: at most %.0e). Training goes on; `python -m rollout doctor "
                 "--exact` names the layer that differs",
-                largest,
-                _EXACT_GAP,
+                *(largest, _EXACT_GAP),
             )
-        return scored
+        most = _CLOSE_GAPS[self.engine.dtype]
+        if mean > most:
+            self._warn_once(
+                "the log-probabilities of rollout and trainer differ by %.1e nats a token in the "
+                "mean; rounding explains about %.0e. Training goes on, but check what changes the "
+                "trainer's forward alone: dropout, a hook, a patched forward; a new engine's "
+                "self-check names the module",
+                *(mean, most),
+            )

@@ -4,6 +4,7 @@ from typing import Any
 
 from trl import GRPOTrainer
 
+from trainers.adapter.support import refuse_vllm
 from trainers.config import RolloutConfig
 from trainers.generator import RolloutGenerator
 
@@ -19,5 +20,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
     """
 
     def __init__(self, *args: Any, rollout: RolloutConfig | None = None, **kwargs: Any) -> None:
+        refuse_vllm(*args, *kwargs.values())
         super().__init__(*args, **kwargs)
         RolloutGenerator(rollout).attach(self)

@@ -1,5 +1,6 @@
 """Builds the engine on a trainer's model, with the dtypes of the trainer's forward."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from tqdm import tqdm
 from rollout.engine import RolloutEngine
 from rollout.errors import UnsupportedTrainer
 from rollout.memory.plan import MemoryPlan
-from trainers.adapter.seams import settings_of
+from trainers.adapter.seams import Settings
 from trainers.adapter.support import check_trainer
 from trainers.config import RolloutConfig
 
@@ -44,9 +45,12 @@ def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
         UnsupportedModel: The engine cannot run the model.
     """
     check_trainer(trainer)
-    accelerator, args = trainer.accelerator, settings_of(trainer).args
+    accelerator, args = trainer.accelerator, Settings(trainer).args
     if config.exact:
         _check_exact(accelerator.distributed_type, args)
+    if (longest := getattr(args, "vllm_max_model_length", None)) is not None:
+        most = min(longest, config.max_row_tokens or longest)
+        config = replace(config, max_row_tokens=most)
     precision, model = precision_of(accelerator), accelerator.unwrap_model(trainer.model)
     _place(model, accelerator.device)
     return RolloutEngine(

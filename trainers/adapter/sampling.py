@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from rollout.errors import RequestError
+from rollout.errors import RequestError, UnsupportedTrainer
 from rollout.sampling_params import SamplingParams
 from rollout.stop_strings import StopStrings
 from rollout.support import base_of
@@ -95,7 +95,8 @@ def refused_settings(trainer: Any) -> Iterator[str]:
     for name, value in extra.items():
         if name not in _NAMES:
             instead = _INSTEAD.get(name, "drop it")
-            yield f"{name}={value!r} in generation_kwargs is not supported; {instead}"
+            where = "in generation_kwargs or trainer.generation_config"
+            yield f"{name}={value!r} {where} is not supported; {instead}"
     for one, other in combinations(filter(_NAMES.get, extra), 2):
         if _NAMES[one] == _NAMES[other]:
             yield f"{one} and {other} in generation_kwargs are one setting; drop one of them"
@@ -148,6 +149,16 @@ def _stop_strings(tokenizer: Any, vocab_size: int, strings: tuple[str, ...]) -> 
     return StopStrings(strings, decode, vocab_size)
 
 
+def warn_of_masked_stops(trainer: Any) -> None:
+    """Warn if the loss would leave out every completion that a stop string ends."""
+    if _sampling(trainer).stop_strings and getattr(trainer, "mask_truncated_completions", False):
+        logger.warning(
+            "mask_truncated_completions=True leaves out completions without an EOS token, also "
+            "those that a stop string has ended. If most end so, nothing is learnt: set "
+            "mask_truncated_completions=False, or make the stop string end in the EOS token"
+        )
+
+
 def loss_temperature(model: nn.Module) -> float | None:
     """The temperature that TRL patched into the model's forward, by which the loss divides."""
     forward = vars(base_of(model)).get("forward")
@@ -163,7 +174,12 @@ def announce(
     """Return the trainer's sampling settings; log them if they differ from `before`.
 
     Warn if the loss keeps dividing by another temperature, `loss_temperature`.
+
+    Raises:
+        UnsupportedTrainer: A setting was changed to a value that the engine refuses.
     """
+    for reason in refused_settings(trainer):
+        raise UnsupportedTrainer(reason)
     sampling = _sampling(trainer)
     if sampling == before:
         return sampling

@@ -12,6 +12,7 @@ from typing import Any
 import trl
 
 from rollout.errors import UnsupportedTrainer
+from trainers.adapter.generation_config import changed_settings
 
 _NEEDED = ("use_vllm", "accelerator", "processing_class", "args", "state", "_metrics")
 # Settings that some trainers lack, and the values that describe what they do.
@@ -103,14 +104,28 @@ class _FirstOf:
         raise AttributeError(name)
 
 
-def settings_of(trainer: Any) -> Any:
+class Settings(_FirstOf):
     """A live view of a trainer's settings under `GRPOTrainer`'s names.
 
-    Some trainers keep a setting only in their arguments, some lack it. Later changes show.
+    Some trainers keep a setting only in their arguments, some lack it. Later changes show; those
+    of `trainer.generation_config` after `refresh`.
     """
-    absent = SimpleNamespace(**_ABSENT, eos_token_ids=_eos_token_ids(trainer))
-    arguments = SimpleNamespace(args=_FirstOf(trainer.args, absent))
-    return _FirstOf(arguments, trainer, trainer.args, absent)
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._absent = SimpleNamespace(**_ABSENT, eos_token_ids=_eos_token_ids(trainer))
+        eos = SimpleNamespace(eos_token_ids=self._absent.eos_token_ids)
+        self._as_built = _FirstOf(trainer.args, eos, trainer, self._absent)
+        self._kwargs = getattr(trainer.args, "generation_kwargs", None) or {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read `trainer.generation_config` again."""
+        trainer, absent = self._trainer, self._absent
+        own, others = changed_settings(trainer, self._as_built, self._kwargs)
+        others = {**(getattr(trainer.args, "generation_kwargs", None) or {}), **others}
+        args = _FirstOf(SimpleNamespace(generation_kwargs=others), trainer.args, absent)
+        self._owners = (SimpleNamespace(**own, args=args), trainer, trainer.args, absent)
 
 
 def _eos_token_ids(trainer: Any) -> list[int]:

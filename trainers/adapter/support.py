@@ -8,11 +8,12 @@ import trl
 from accelerate.utils import DistributedType
 from packaging.version import Version
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import TrainingArguments
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout.errors import UnsupportedTrainer
 from trainers.adapter.sampling import refused_settings
-from trainers.adapter.seams import find_seam, settings_of
+from trainers.adapter.seams import Settings, find_seam
 
 TESTED_TRL = ("1.15", "1.16")
 _SEAM = ("prompts", "images", "num_generations", "profiler")
@@ -34,11 +35,21 @@ def check_trl() -> None:
         )
 
 
+def refuse_vllm(*arguments: Any) -> None:
+    """Raise UnsupportedTrainer if TRL's config among these arguments asks for vLLM."""
+    for each in arguments:
+        if isinstance(each, TrainingArguments) and getattr(each, "use_vllm", False):
+            raise UnsupportedTrainer(
+                f"{type(each).__name__}(use_vllm=True): this trainer generates on the engine, in "
+                "vLLM's place; remove `use_vllm`"
+            )
+
+
 def check_trainer(trainer: Any) -> None:
     """Raise UnsupportedTrainer for a constructed TRL trainer that the engine cannot serve."""
     check_trl()
     find_seam(trainer)
-    for reason in _reasons(settings_of(trainer)):
+    for reason in _reasons(Settings(trainer)):
         raise UnsupportedTrainer(f"{type(trainer).__name__} cannot use the engine: {reason}")
 
 
