@@ -2,12 +2,18 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributions import Categorical
 
+from rollout.kernels import sample as definition
+from rollout.kernels import sample_cpu
+from rollout.kernels import top_k_top_p as top_k_top_p_definition
 from rollout.kernels.philox import gumbel, log, philox
-from rollout.runner.sampling import sample
+from rollout.runner.sampling import sample, top_k_top_p
 
 
 # Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, words.
@@ -106,3 +112,51 @@ def test_the_entropy_is_that_of_the_distribution_drawn_from():
     _, scores = sample(logits, temperature, torch.arange(16), torch.arange(16), num_scores=2)
     wanted = Categorical(logits=logits / temperature[:, None]).entropy()
     torch.testing.assert_close(scores[:, 1], wanted)
+
+
+@settings(max_examples=300)
+@given(
+    seed=st.integers(0, 2**62),
+    vocab=st.sampled_from([1, 3, 4, 61, 1000, 50_001]),
+    spread=st.sampled_from([0.0, 1.0, 20.0, 1e4, 1e30]),
+    masked=st.sampled_from([0.0, 0.5, 0.999]),
+)
+def test_the_cpus_fast_path_draws_what_the_definition_draws(seed, vocab, spread, masked):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab, generator=generator) * spread
+    out = torch.rand(3, vocab, generator=generator) < masked
+    out[:, vocab // 2] = False
+    logits = logits.masked_fill(out, -torch.inf)
+    seeds = torch.randint(2**63 - 1, (3,), generator=generator)
+    positions = torch.randint(2**20, (3,), generator=generator)
+    temperatures = torch.tensor([0.0, 0.3, 1.7])
+    wanted = definition.sample(logits, temperatures, seeds, positions, 2)
+    tokens, scores = sample(logits, temperatures, seeds, positions, 2)
+    assert torch.equal(tokens, wanted[0])
+    assert torch.equal(scores, wanted[1])
+
+
+def test_the_cpus_words_are_philoxs():
+    words = np.empty(50_001, np.uint32)
+    sample_cpu.fill_words(words, 2**63 - 5, 77)
+    quads = torch.arange(12_501)
+    zeros = torch.zeros_like(quads)
+    random = philox(torch.tensor(2**63 - 5), (quads, zeros + 77, zeros, zeros))
+    assert np.array_equal(words, torch.stack(random, dim=1).flatten()[:50_001].numpy())
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_logits_that_are_not_finite_give_a_score_that_is_not(broken):
+    logits = torch.zeros(2, 9)
+    logits[0, 3] = broken
+    _, scores = sample(logits, torch.ones(2), torch.arange(2), torch.arange(2))
+    assert not scores[0].isfinite()
+    assert scores[1].isfinite()
+
+
+def test_filters_that_keep_all_sort_nothing(monkeypatch):
+    logits = torch.randn(4, 1000)
+    knobs = torch.zeros(4, dtype=torch.int64), torch.ones(4), torch.tensor([0.0, 0.1, 0.9, 1.0])
+    wanted = top_k_top_p_definition.top_k_top_p(logits, *knobs)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    assert torch.equal(top_k_top_p(logits, *knobs), wanted)

@@ -9,10 +9,10 @@ CUDA and Triton draw the same bits.
 import torch
 from torch import Tensor
 
-_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
-_MASK = 0xFFFFFFFF
-_ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+ROUNDS = 10
 
 # ln 2 in two parts; the product of an exponent and the first part is exact.
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.4286068203094172e-06
@@ -28,17 +28,17 @@ def philox(key: Tensor, counter: Uint32x4) -> Uint32x4:
 
     The counter is four 32-bit words, lowest first, int64; they broadcast against `key`.
     """
-    key_0, key_1 = key & _MASK, (key >> 32) & _MASK
+    key_0, key_1 = key & MASK, (key >> 32) & MASK
     word_0, word_1, word_2, word_3 = counter
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         # int64 products wrap around but have the same 64 bits as unsigned products.
-        product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
+        product_0, product_1 = word_0 * MULTIPLIERS[0], word_2 * MULTIPLIERS[1]
         word_0, word_2 = (
-            ((product_1 >> 32) & _MASK) ^ word_1 ^ key_0,
-            ((product_0 >> 32) & _MASK) ^ word_3 ^ key_1,
+            ((product_1 >> 32) & MASK) ^ word_1 ^ key_0,
+            ((product_0 >> 32) & MASK) ^ word_3 ^ key_1,
         )
-        word_1, word_3 = product_1 & _MASK, product_0 & _MASK
-        key_0, key_1 = (key_0 + _WEYL_0) & _MASK, (key_1 + _WEYL_1) & _MASK
+        word_1, word_3 = product_1 & MASK, product_0 & MASK
+        key_0, key_1 = (key_0 + WEYL[0]) & MASK, (key_1 + WEYL[1]) & MASK
     return word_0, word_1, word_2, word_3
 
 
@@ -60,16 +60,22 @@ def log(x: Tensor) -> Tensor:
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise, finite float32, `(rows, vocab)`, from int64 seeds and positions.
 
-    Token `v` takes word `v % 4` of counter `(v // 4, position, 0, 0)`. A word `w` gives the uniform
-    number `u = (w + 0.5) / 2**32` and the noise `-log(-log1p(-u))`. A small `u` wins an argmax, and
-    this form keeps all its bits.
+    Token `v` takes word `v % 4` of counter `(v // 4, position, 0, 0)`.
     """
     quads, positions = torch.broadcast_tensors(
         torch.arange(-(-vocab // 4), device=seeds.device), positions[:, None]
     )
     zeros = torch.zeros_like(quads)
     random = philox(seeds[:, None], (quads, positions, zeros, zeros))
-    word = torch.stack(random, dim=-1).flatten(1)[:, :vocab]
+    return noise(torch.stack(random, dim=-1).flatten(1)[:, :vocab])
+
+
+def noise(word: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32, from random words in `[0, 2**32)`, int64.
+
+    A word `w` gives the uniform number `u = (w + 0.5) / 2**32` and the noise `-log(-log1p(-u))`. A
+    small `u` wins an argmax, and this form keeps all its bits.
+    """
     uniform = ((word.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # -log1p(-u) = u * log(w) / (w - 1) with w = 1 - u: the rounding of w cancels (Kahan).
     rest = 1.0 - uniform

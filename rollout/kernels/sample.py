@@ -42,9 +42,14 @@ def sample(
     greedy_R1 = (temperature_R == 0)[:, None]
     gumbel_RV = gumbel(seeds_R, positions_R, logits_RV.shape[1])
     tokens_R = (scaled_RV + torch.where(greedy_R1, 0.0, gumbel_RV)).argmax(dim=1)
+    return tokens_R, scores_of(scaled_RV, tokens_R, num_scores)
+
+
+def scores_of(scaled_RV: Tensor, tokens_R: Tensor, num_scores: int) -> Tensor:
+    """Log-probability of each row's token, then the entropy if `num_scores` is 2, float32."""
     logprobs_RV = scaled_RV.log_softmax(dim=1)
     scores = [logprobs_RV.gather(1, tokens_R[:, None])[:, 0]]
     if num_scores == 2:
         # The clamp avoids NaN: a masked token would give 0 * -inf.
         scores.append(-(logprobs_RV.exp() * logprobs_RV.clamp(min=_LEAST)).sum(dim=1))
-    return tokens_R, torch.stack(scores, dim=1)
+    return torch.stack(scores, dim=1)

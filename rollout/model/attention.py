@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -101,14 +102,17 @@ class PagedAttention:
             keys, values = gather_kv(cache, self.page_table_LP[self.lanes_T], self.max_context)
             positions = self.positions_T[:, None]
             return attend(query_THD[:, None], keys, values, positions, **options)[:, 0]
-        counts = [len(segment.tokens) for segment in self.segments]
-        queries, positions = query_THD.split(counts), self.positions_T.split(counts)
-        outputs = []
-        for segment, query_QHD, positions_Q in zip(self.segments, queries, positions, strict=True):
-            table = self.page_table_LP[segment.lane][None]
-            keys, values = gather_kv(cache, table, segment.start + len(segment.tokens))
-            output = attend(query_QHD[None], keys, values, positions_Q[None], **options)
-            outputs.append(output[0])
+        outputs, first = [], 0
+        # Neighbours of one length are one batch: their number does not add calls.
+        for (start, count), group in groupby(self.segments, lambda s: (s.start, len(s.tokens))):
+            lanes = [segment.lane for segment in group]
+            size, last = (len(lanes), count), first + len(lanes) * count
+            query_NQHD = query_THD[first:last].unflatten(0, size)
+            positions_NQ = self.positions_T[first:last].unflatten(0, size)
+            keys, values = gather_kv(cache, self.page_table_LP[lanes], start + count)
+            output = attend(query_NQHD, keys, values, positions_NQ, **options)
+            outputs.append(output.flatten(0, 1))
+            first = last
         return torch.cat(outputs)
 
     def _prefill_on_gpu(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels import sample as reference
+from rollout.kernels import sample_cpu
 from rollout.kernels import top_k_top_p as top_k_top_p_reference
 from rollout.kernels.penalties import penalise
 from rollout.kernels.sample import scale
@@ -23,7 +24,7 @@ def sample(
         from rollout.kernels import sample_triton as kernel  # a CPU machine may lack Triton
 
         return kernel.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
-    return reference.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
+    return sample_cpu.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
 
 
 def top_k_top_p(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
@@ -32,6 +33,9 @@ def top_k_top_p(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Te
         from rollout.kernels import top_k_top_p_triton as kernel  # see `sample`
 
         return kernel.top_k_top_p(scaled_RV, top_k_R, top_p_R, min_p_R)
+    if not top_k_R.any() and bool((top_p_R >= 1).all()):
+        # Only min-p or nothing: then the bound needs no sorted vocabulary.
+        return scaled_RV >= scaled_RV.amax(dim=1, keepdim=True) + min_p_R[:, None].log()
     return top_k_top_p_reference.top_k_top_p(scaled_RV, top_k_R, top_p_R, min_p_R)
 
 
@@ -48,6 +52,10 @@ def sample_among(
     `among_RV` is `-inf` for tokens that are not kept. Everything else is as in `sample`. If both
     logits are equal, so are the results of `sample` and this function, to the last bit.
     """
+    if not logits_RV.is_cuda:
+        drawn_R, _ = sample(among_RV, temperature_R, seeds_R, positions_R)
+        scaled_RV = scale(logits_RV, temperature_R)
+        return drawn_R, reference.scores_of(scaled_RV, drawn_R, num_scores)
     tokens_R, scores_RS = sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
     drawn_R, _ = sample(among_RV, temperature_R, seeds_R, positions_R)
     both_R2 = logits_RV.gather(1, torch.stack([tokens_R, drawn_R], dim=1))
