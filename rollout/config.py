@@ -42,8 +42,8 @@ class EngineConfig:
         ConfigError: A name is unknown or a value is invalid.
 
     Example:
-        >>> EngineConfig(max_rows=8).num_slots
-        2
+        >>> EngineConfig(max_rows=8).page_tokens
+        256
     """
 
     max_rows: int = field(
@@ -102,9 +102,12 @@ class EngineConfig:
             "help": "Most prompt tokens in one step. Longer prompts are prefilled in several steps."
         },
     )
-    num_slots: int = field(
-        default=2,
-        metadata={"help": "IO slots: 2 overlaps host and device work, 1 runs them in turn."},
+    num_slots: int | None = field(
+        default=None,
+        metadata={
+            "help": "IO slots: 2 overlaps host and device work, 1 runs them in turn. None: 2 on a "
+            "GPU; 1 on a CPU, where nothing overlaps."
+        },
     )
     on_policy: str = field(
         default="close",
@@ -171,15 +174,14 @@ class EngineConfig:
         return 1 + self.entropies + self.kept_mass
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "page_tokens", "prefill_tokens", "num_slots"):
+        for name in ("max_rows", "page_tokens", "prefill_tokens"):
             check_count(ConfigError, name, getattr(self, name))
         for name in ("max_row_tokens", "kv_bytes", "train_reserve_bytes"):
             if getattr(self, name) is not None:
                 check_count(ConfigError, name, getattr(self, name))
         if self.offload_bytes is not None:
             check_count(ConfigError, "offload_bytes", self.offload_bytes, least=0)
-        if self.num_slots > 2:
-            raise ConfigError(f"num_slots={self.num_slots}: must be 1 or 2")
+        check_choice(ConfigError, "num_slots", self.num_slots, 1, 2, None)
         if not is_real(self.kv_share) or not 0 < self.kv_share <= 1:
             raise ConfigError(f"kv_fraction={self.kv_fraction!r}: must be above 0 and at most 1")
         check_choice(ConfigError, "kv_keep", self.kv_keep, "rollout", "always")

@@ -129,7 +129,7 @@ def with_lagging_device(engine: RolloutEngine) -> RolloutEngine:
     return engine
 
 
-ROOM: dict[str, Any] = {"max_rows": 8, "page_tokens": 4, "prefill_tokens": 9}
+ROOM: dict[str, Any] = {"max_rows": 8, "page_tokens": 4, "prefill_tokens": 9, "num_slots": 2}
 
 
 def short_of_pages(model: nn.Module, page_bytes: int) -> Iterator[RolloutEngine]:

@@ -31,8 +31,8 @@ def test_a_count_is_an_integer_from_1(name):
     [
         ({"offload_bytes": -1}, "offload_bytes=-1: must be an integer >= 0"),
         ({"offload_bytes": True}, "offload_bytes=True: must be an integer >= 0"),
-        ({"num_slots": 3}, "num_slots=3: must be 1 or 2"),
-        ({"num_slots": 2.0}, r"num_slots=2\.0: must be an integer"),
+        ({"num_slots": 3}, "num_slots=3: must be 1, 2 or None"),
+        ({"num_slots": 2.0}, r"num_slots=2\.0: must be 1, 2 or None"),
         ({"kv_fraction": 0}, "kv_fraction=0: must be above 0 and at most 1"),
         ({"kv_fraction": 1.01}, r"kv_fraction=1\.01: must be above 0"),
         ({"kv_fraction": math.nan}, "kv_fraction=nan: must be above 0"),

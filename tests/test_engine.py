@@ -12,7 +12,7 @@ import torch
 import rollout.runner.worker
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 
-SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 11}
+SMALL = {"max_rows": 4, "page_tokens": 4, "prefill_tokens": 11, "num_slots": 2}
 
 
 def engine_for(model, **changes):

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.support import check_model
 
-ENGINE = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=7)
+ENGINE = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=7, num_slots=2)
 SAMPLING = [SamplingParams(max_new_tokens=9, temperature=t) for t in (1.0, 0.7, 2.0, 1.3)]
 MOST_PARAMETERS = 30_000_000
 

@@ -8,7 +8,7 @@ import torch
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 
 PAGE = 4
-CONFIG = EngineConfig(max_rows=8, page_tokens=PAGE, prefill_tokens=16)
+CONFIG = EngineConfig(max_rows=8, page_tokens=PAGE, prefill_tokens=16, num_slots=2)
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, eos_token_ids=(tiny.EOS,))
 
 

@@ -199,7 +199,7 @@ def test_an_interrupt_of_one_rank_ends_the_run(tmp_path):
 def test_an_interrupt_may_come_at_any_line(no_memory_of_lengths):
     """Including lines that prepare memory and cast weights (bf16 autocast)."""
     work = tiny.prompts(4), SamplingParams(max_new_tokens=2)
-    config = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=16)
+    config = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=16, num_slots=2)
     with RolloutEngine(tiny.build(), config, autocast_dtype=torch.bfloat16) as engine:
         wanted = [(c.token_ids, c.logprobs) for c in engine.generate(*work)]
         engine.sleep()

@@ -20,7 +20,7 @@ from rollout.runner.forward import Forward, Lanes
 from rollout.scheduler.pages import TRASH_PAGE
 
 STREAMS = ["h2d", "compute", "d2h", "swap"]
-SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9}
+SMALL = {"max_rows": 3, "page_tokens": 4, "prefill_tokens": 9, "num_slots": 2}
 
 
 def work(count=17):

@@ -24,7 +24,7 @@ from rollout.scheduler.admission import Admitter
 from rollout.scheduler.host_pages import HostPages
 
 PAGE = 4
-SMALL = {"max_rows": 4, "page_tokens": PAGE, "prefill_tokens": 9}
+SMALL = {"max_rows": 4, "page_tokens": PAGE, "prefill_tokens": 9, "num_slots": 2}
 
 
 def engine_for(model, **changes):

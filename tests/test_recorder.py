@@ -8,7 +8,7 @@ from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.telemetry.observer import Observer
 from rollout.telemetry.stats import RolloutStats
 
-CONFIG = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=9)
+CONFIG = EngineConfig(max_rows=3, page_tokens=4, prefill_tokens=9, num_slots=2)
 
 
 class Witness(Observer):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.model.twin import Twin
 
-CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=20)
+CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=20, num_slots=2)
 SAMPLING = SamplingParams(max_new_tokens=6)
 
 

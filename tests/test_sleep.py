@@ -23,7 +23,7 @@ from rollout.memory.kv_cache import KVCache
 
 pytestmark = pytest.mark.usefixtures("no_memory_of_lengths")
 
-CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=11)
+CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=11, num_slots=2)
 AUTOCAST = pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 FIVE = SamplingParams(max_new_tokens=5)
 

@@ -24,7 +24,7 @@ PAGE_BYTES = page_bytes()
 
 def tight_engine(model, offload_bytes=PLENTY, *, pages=20, **changes):
     """Only a few more pages than the longest row of `work` needs."""
-    settings = {"max_rows": 6, "page_tokens": PAGE, "prefill_tokens": 16, **changes}
+    settings = {"max_rows": 6, "page_tokens": PAGE, "prefill_tokens": 16, "num_slots": 2, **changes}
     kv_bytes = (1 + pages) * PAGE_BYTES
     config = EngineConfig(kv_bytes=kv_bytes, offload_bytes=offload_bytes, **settings)
     return RolloutEngine(model, config)

@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainers import RolloutConfig, RolloutGenerator
 
-ENGINE = RolloutConfig(max_rows=5, page_tokens=4, prefill_tokens=16)
+ENGINE = RolloutConfig(max_rows=5, page_tokens=4, prefill_tokens=16, num_slots=2)
 _NOT_IN_CONFIG = ("rollout_func", "peft_config", "callbacks", "tools", "environment_factory")
 _NOT_IN_CONFIG += ("train_dataset", "processing_class")
 

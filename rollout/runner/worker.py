@@ -82,7 +82,7 @@ class Worker:
         self.pages_before_sleep = 0
         self.swap = Swap(config, self.kv_cache, self.streams, device)
         self.slots = SlotPair(
-            config.num_slots,
+            config.num_slots or (2 if on_gpu else 1),
             self.streams,
             max_rows=config.max_rows,
             max_row_pages=self.max_row_pages,

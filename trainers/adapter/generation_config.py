@@ -40,9 +40,15 @@ def _changed(
     made |= {name: getattr(arguments, setting) for name, setting in _SETTINGS.items()}
     made |= generation_kwargs
     for name, value in config.to_dict().items():
-        differs = value is not None and _plain(value) != _plain(made.get(name))
-        if differs and not _HARMLESS.fullmatch(name):
+        if value is None or _HARMLESS.fullmatch(name) or _plain(value) == _plain(made.get(name)):
+            continue
+        # Some trainers leave out the tokenizer's EOS token.
+        if name != "eos_token_id" or not _ids(value) <= _ids(made[name]):
             yield name, value
+
+
+def _ids(value: Any) -> set[int]:
+    return {value} if isinstance(value, int) else set(value)
 
 
 def _plain(value: Any) -> Any:

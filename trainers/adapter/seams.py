@@ -124,7 +124,7 @@ class Settings(_FirstOf):
         trainer, absent = self._trainer, self._absent
         own, others = changed_settings(trainer, self._as_built, self._kwargs)
         others = {**(getattr(trainer.args, "generation_kwargs", None) or {}), **others}
-        args = _FirstOf(SimpleNamespace(generation_kwargs=others), trainer.args, absent)
+        args = _FirstOf(SimpleNamespace(generation_kwargs=others or None), trainer.args, absent)
         self._owners = (SimpleNamespace(**own, args=args), trainer, trainer.args, absent)
 
 
