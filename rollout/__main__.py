@@ -24,6 +24,12 @@ def main(arguments: list[str]) -> None:
             bench.main(options)
         case ["-h" | "--help"] | ["doctor", "-h" | "--help"]:
             console.print(USAGE)
+        case ["doctor", *options]:
+            sys.stderr.write(
+                f"doctor takes no {options[0]}; it belongs to: python -m rollout doctor --exact "
+                f"{' '.join(options)}\n"
+            )
+            sys.exit(2)
         case _:
             console.print(USAGE)
             sys.stderr.write(f"unknown command: {' '.join(arguments)}\n" if arguments else "")

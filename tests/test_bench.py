@@ -87,6 +87,15 @@ def test_a_timeline_knows_its_gaps_its_decoding_and_its_middle():
     assert made.busy_share("d2h") != made.busy_share("d2h")
 
 
+@pytest.mark.parametrize("step_s", [0.005, 0.1])
+def test_a_picture_covers_about_eight_steps_however_long_they_are(step_s):
+    starts = [step_s * number for number in range(100)]
+    spans = [timeline.Interval("compute", "decode", s, s + 0.9 * step_s) for s in starts]
+    shown = timeline.middle_steps(timeline.Timeline(spans)).on("compute")
+    assert 8 <= len(shown) <= 9
+    assert timeline.middle_steps(timeline.Timeline([])).intervals == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +139,12 @@ def test_what_is_asked_wrongly_is_said_in_one_line():
     assert result.returncode == 1
     assert result.stderr.startswith("ConfigError: --modes two-slots: must be one of two-slot")
     assert "Traceback" not in result.stderr
+
+
+def test_doctor_says_where_its_options_belong():
+    result = rollout_command("doctor", "--model", "qwen3-8b")
+    assert result.returncode == 2
+    assert result.stderr.startswith("doctor takes no --model; it belongs to: python -m rollout doc")
 
 
 def test_an_unknown_command_prints_what_there_is():

@@ -34,7 +34,6 @@ from rollout.tools.engine_run import engine_run, kernel_share
 from rollout.tools.workload import LENGTHS, MODEL_HELP, Workload, build_model
 
 _SHORT, _TRACED = 2, 130  # new tokens of the short runs and of the traced run
-_PICTURE_S = 0.05
 _NAN = float("nan")
 _NO_ENGINE = dict.fromkeys(
     ("busy_share", "host_us", "host_median_us", "h2d_bytes", "num_graphs"), _NAN
@@ -56,7 +55,7 @@ class Measurement:
             which rows begin or end take longer.
         h2d_bytes: Bytes uploaded in a decode step that admits no row.
         peak_gib: Most GPU memory allocated or mapped.
-        warmup_s: Seconds of setup and a first run of 2 tokens, less `prefill_s`.
+        warmup_s: Seconds of setup and a first run of 2 tokens, less `prefill_s`; at least 0.
     """
 
     total_s: float
@@ -172,7 +171,7 @@ def _time(
         "floor_ms": floor_ms,
         "floor_share": floor_ms / step_ms,
         "peak_gib": peak,
-        "warmup_s": first_s - prefill_s,
+        "warmup_s": max(0.0, first_s - prefill_s),
     }
 
 
@@ -205,7 +204,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--on-policy", default="close", choices=("close", "exact"), help="see EngineConfig"
     )
-    parser.add_argument("--modes", default="two-slot,one-slot", help=f"any of {','.join(MODES)}")
+    modes_help = f"any of {','.join(MODES)}; {' and '.join(GPU_MODES)} need a GPU"
+    parser.add_argument("--modes", default="two-slot,one-slot", help=modes_help)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("--timeline", type=Path, help="draw host and device work to this picture")
     return parser
@@ -255,7 +255,7 @@ def main(arguments: list[str]) -> None:
         numbers = {mode: _plain(measurement) for mode, measurement in measurements.items()}
         options.json.write_text(json.dumps({**facts, "modes": numbers}, indent=2))
     if options.timeline is not None and timelines:
-        middles = {mode: each.decoding().middle(_PICTURE_S) for mode, each in timelines.items()}
+        middles = {m: timeline.middle_steps(each.decoding()) for m, each in timelines.items()}
         timeline.draw(middles, options.timeline)
 
 

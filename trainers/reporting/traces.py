@@ -15,13 +15,11 @@ import numpy as np
 from transformers import TrainerCallback
 
 from rollout.engine import RolloutEngine
-from rollout.telemetry.timeline import Timeline, chrome_trace, draw, open_pyplot
+from rollout.telemetry.timeline import Timeline, chrome_trace, draw, middle_steps, open_pyplot
 from rollout.telemetry.trace import Tracer
 from trainers.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
-
-_PICTURE_S = 0.05  # seconds that a timeline shows; more would blur its steps
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ class Traces(TrainerCallback):
         pictures = {name: folder / f"{stem}-{name}.png" for name in names}
         decoding = traced.timeline.decoding()
         shown = decoding if decoding.on("compute") else traced.timeline
-        title = f"step {traced.step}, {_PICTURE_S * 1e3:.0f} ms from its middle"
-        draw({title: shown.middle(_PICTURE_S)}, pictures["timeline"])
+        title = f"step {traced.step}, some steps of the engine from its middle"
+        draw({title: middle_steps(shown)}, pictures["timeline"])
         draw_progress(traced.timeline, pictures["progress"])
         draw_lengths(traced.lengths, pictures["lengths"])
         self._send(pictures, traced.step)
