@@ -37,7 +37,7 @@ _WITHOUT_VALUES = {nn.Linear, nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn
 # What changes while a model trains, but not what a rollout computes.
 _PASSING = re.compile(
     "_parameters|_buffers|_modules|.*_hooks(_.*)?|training|_?gradient_checkpointing.*|use_cache"
-    "|_is_.*|return_dict|_?dtype|output_.*|.*_implementation(_internal)?|.*_token_ids?"
+    "|_is_.*|ds_.*|return_dict|_?dtype|output_.*|.*_implementation(_internal)?|.*_token_ids?"
 )
 
 Fingerprint = dict[str, tuple[Any, ...]]

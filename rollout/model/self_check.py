@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollout.errors import UnsupportedModel
 from rollout.memory.kv_cache import KVCache
 from rollout.model.attention import PagedAttention, Prefilled
-from rollout.model.hooks import watched_hooks
+from rollout.model.hooks import package_of, watched_hooks
 from rollout.model.outputs import Outputs, compared, difference, recorded
 from rollout.model.twin import Twin
 from rollout.model.weights import reshard
@@ -73,6 +73,17 @@ def check_twin(
         )
     text = "self-check: the logits differ from the model's own by %.1e of their size (%.2f s)"
     logger.info(text, gap, time.perf_counter() - began)
+
+
+def is_runnable(model: nn.Module) -> bool:
+    """Whether the model's own forward can run now.
+
+    ZeRO-3 loads a model in shards; only `deepspeed.initialize` adds the hooks that gather them.
+    """
+    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return True
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(package_of(hook) == "deepspeed" for hook in hooks)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from rollout.memory.arena import available_bytes, max_kv_bytes, open_arena
 from rollout.memory.kv_cache import KVCache
 from rollout.memory.plan import MemoryPlan
 from rollout.model.projections import groups_of, lay_together
-from rollout.model.self_check import check_twin, run_model
+from rollout.model.self_check import check_twin, is_runnable, run_model
 from rollout.model.twin import Twin
 from rollout.model.weights import is_sharded
 from rollout.runner.forward import Forward, Lanes
@@ -142,7 +142,7 @@ class Worker:
             UnsupportedModel: They differ.
         """
         builds = self.twin.num_builds, self._compiled_builds
-        if not self.config.self_check or self._checked == builds:
+        if not self.config.self_check or self._checked == builds or not is_runnable(self._model):
             return
         compiled = self.twin.compiled and builds[0] == builds[1]
         with (
