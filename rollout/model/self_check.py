@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollout.errors import UnsupportedModel
 from rollout.memory.kv_cache import KVCache
 from rollout.model.attention import PagedAttention, Prefilled
-from rollout.model.hooks import package_of, watched_hooks
+from rollout.model.hooks import watched_hooks
 from rollout.model.outputs import Outputs, compared, difference, recorded
 from rollout.model.twin import Twin
 from rollout.model.weights import reshard
@@ -76,14 +76,12 @@ def check_twin(
 
 
 def is_runnable(model: nn.Module) -> bool:
-    """Whether the model's own forward can run now.
+    """Whether a forward of the model disturbs nobody: not if ZeRO-3 has sharded it.
 
-    ZeRO-3 loads a model in shards; only `deepspeed.initialize` adds the hooks that gather them.
+    DeepSpeed gathers weights ahead in the order of earlier forwards. After one through the head,
+    TRL's fused head finds the head's weight in flight, and training ends in an error.
     """
-    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return True
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return any(package_of(hook) == "deepspeed" for hook in hooks)
+    return not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 @torch.no_grad()

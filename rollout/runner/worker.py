@@ -158,7 +158,8 @@ class Worker:
         builds = self.twin.num_builds, self._compiled_builds
         if self.twin.compiled:
             builds = builds[0], builds[0]  # they check once they have compiled
-        if self.config.self_check and self._checked != builds and self.twin.is_sharded:
+        runs = self.config.self_check and self._checked != builds and is_runnable(self._model)
+        if runs and self.twin.is_sharded:
             run_model(self._model, self.twin)
             self._checked = builds
 
