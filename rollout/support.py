@@ -12,9 +12,9 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_TYPES = {"dynamic", "longrope"}
 _MAX_HEAD_DIM = 256
 # Vision-language families whose language model is that of a text-only class.
-_WITH_TEXT_MODEL = {"exaone4_5", "gemma3", "got_ocr2", "idefics3", "internvl", "lighton_ocr"}
-_WITH_TEXT_MODEL |= {"llava", "llava_next", "llava_onevision", "mistral3", "ovis2", "smolvlm"}
-_WITH_TEXT_MODEL |= {"vipllava"}
+WITH_TEXT_MODEL = {"exaone4_5", "gemma3", "got_ocr2", "idefics3", "internvl", "lighton_ocr"}
+WITH_TEXT_MODEL |= {"llava", "llava_next", "llava_onevision", "mistral3", "ovis2", "smolvlm"}
+WITH_TEXT_MODEL |= {"vipllava"}
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -137,7 +137,7 @@ def _text_model(base: Any) -> str:
     """How to make a text-only model of the same weights, for families where a test does so."""
     from transformers import AutoModelForCausalLM  # takes seconds to import
 
-    if base.config.model_type not in _WITH_TEXT_MODEL:
+    if base.config.model_type not in WITH_TEXT_MODEL:
         return ""
     kind: Any = AutoModelForCausalLM._model_mapping[type(base.config.get_text_config())]
     part = "language_model" if hasattr(base.model, "language_model") else "text_model"

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rollout import EngineConfig, RolloutEngine, UnsupportedModel, UnsupportedTrainer
-from rollout.support import _WITH_TEXT_MODEL
+from rollout.support import WITH_TEXT_MODEL
 from trainers.adapter.sampling import refused_settings
 from trainers.adapter.seams import Settings
 from trainers.ppo.value_model import ValueModel
@@ -43,7 +43,7 @@ def images_and_text(family):
     return AutoModelForImageTextToText.from_config(config)
 
 
-@pytest.mark.parametrize("family", sorted(_WITH_TEXT_MODEL))
+@pytest.mark.parametrize("family", sorted(WITH_TEXT_MODEL))
 def test_the_text_model_of_a_vision_language_model(family):
     model = images_and_text(family).eval()
     advice = refusal(model).partition("train ")[2].partition("; otherwise")[0]

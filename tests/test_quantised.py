@@ -68,5 +68,5 @@ def test_adapters_on_4_bit_layers_are_followed_while_they_learn(model, tmp_path)
 
 
 def test_exact_mode_refuses_them(model):
-    with pytest.raises(UnsupportedModel, match="multiply one row by another kernel than many"):
+    with pytest.raises(UnsupportedModel, match="multiply one row in another kernel than many"):
         prepare_trainer(model)
