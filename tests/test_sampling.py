@@ -131,7 +131,7 @@ def test_the_cpus_fast_path_draws_what_the_definition_draws(seed, vocab, spread,
     positions = torch.randint(2**20, (3,), generator=generator)
     temperatures = torch.tensor([0.0, 0.3, 1.7])
     wanted = definition.sample(logits, temperatures, seeds, positions, 2)
-    tokens, scores = sample(logits, temperatures, seeds, positions, 2)
+    tokens, scores = sample_cpu.sample(logits, temperatures, seeds, positions, 2)
     assert torch.equal(tokens, wanted[0])
     assert torch.equal(scores, wanted[1])
 
@@ -149,7 +149,7 @@ def test_the_cpus_words_are_philoxs():
 def test_logits_that_are_not_finite_give_a_score_that_is_not(broken):
     logits = torch.zeros(2, 9)
     logits[0, 3] = broken
-    _, scores = sample(logits, torch.ones(2), torch.arange(2), torch.arange(2))
+    _, scores = sample_cpu.sample(logits, torch.ones(2), torch.arange(2), torch.arange(2))
     assert not scores[0].isfinite()
     assert scores[1].isfinite()
 

@@ -11,6 +11,9 @@ from rollout.kernels.sample import scale
 from rollout.sampling_params import SETTINGS, Draw
 from rollout.scheduler.token_flags import COUNT_UNIT, SEEN
 
+# With fewer tokens, a call for each row costs more than the definition's int64 products.
+_LARGE_VOCABULARY = 2048
+
 
 def sample(
     logits_RV: Tensor,
@@ -24,7 +27,9 @@ def sample(
         from rollout.kernels import sample_triton as kernel  # a CPU machine may lack Triton
 
         return kernel.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
-    return sample_cpu.sample(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
+    few = logits_RV.shape[1] < _LARGE_VOCABULARY
+    on_cpu = reference.sample if few else sample_cpu.sample
+    return on_cpu(logits_RV, temperature_R, seeds_R, positions_R, num_scores)
 
 
 def top_k_top_p(scaled_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
