@@ -93,8 +93,10 @@ class RolloutEngine:
         self._show_plan = show_plan or logger.info
         self._planned = self._paused = self._closed = False
         self.streams.take_over()
-        self.worker.check()
-        self.streams.hand_back()
+        try:
+            self.worker.check()
+        finally:
+            self.streams.hand_back()
 
     def generate(
         self,
@@ -438,7 +440,10 @@ class RolloutEngine:
         return 0 if self._closed else self.worker.twin.num_gathered
 
     def join_gathers(self, num_done: int) -> None:
-        """Join and discard gathers that other ranks wait for; this rank has done `num_done`."""
+        """Join the gathers and the self-check that other ranks wait for, and drop the results.
+
+        This rank has done `num_done` of the gathers.
+        """
         self._check_open()
         self.worker.twin.join_gathers(num_done)
         self.worker.join_check()
