@@ -56,8 +56,8 @@ def _device() -> Iterator[tuple[str, str]]:
     yield "arena", _no_virtual_memory() or "virtual memory: pages keep their addresses"
     yield "driver's counters", open_meter(f"GPU-{properties.uuid}").reads
     yield "copy on the device", f"{copy_bandwidth('cuda', 'cuda') / 1e12:.2f} TB/s, read and write"
-    yield "engine start, 0.6B shape", f"{_start_s():.2f} s, self-check included"
     yield "copy to the device", f"{copy_bandwidth('cpu', 'cuda') / 1e9:.1f} GB/s, pinned"
+    yield "engine start, 0.6B shape", _start()
 
 
 def _try_kernels() -> str:
@@ -72,13 +72,16 @@ def _try_kernels() -> str:
     return ""
 
 
-def _start_s() -> float:
-    """Seconds to open an engine, once the GPU has loaded the kernels."""
-    model = build_model("qwen3-0.6b", torch.device("cuda"))
-    for _ in range(2):
-        began = time.perf_counter()
-        RolloutEngine(model, EngineConfig(max_rows=1)).close()
-    return time.perf_counter() - began
+def _start() -> str:
+    """Time the opening of an engine, once the GPU has loaded the kernels; or say what failed."""
+    try:
+        model = build_model("qwen3-0.6b", torch.device("cuda"))
+        for _ in range(2):
+            began = time.perf_counter()
+            RolloutEngine(model, EngineConfig(max_rows=1)).close()
+    except Exception as error:  # kernels may be broken, or memory short
+        return f"failed: {type(error).__name__}: {error}"
+    return f"{time.perf_counter() - began:.2f} s, self-check included"
 
 
 def _no_virtual_memory() -> str:
