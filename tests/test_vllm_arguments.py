@@ -7,6 +7,8 @@ import pytest
 import tiny
 import trl_family
 import trl_trainer
+from families import config_of
+from transformers import AutoModelForCausalLM
 
 from rollout import ConfigError, EngineConfig, RolloutEngine, UnsupportedTrainer
 from rollout.config import VLLM_NAMES
@@ -17,7 +19,16 @@ from trainers import (
     RolloutPPOConfig,
     RolloutPPOTrainer,
 )
-from trainers.adapter.vllm_arguments import HONOURED, WITHOUT_EFFECT
+from trainers.adapter.vllm_arguments import WITHOUT_EFFECT
+
+# Arguments that the generator or TRL itself still heeds.
+HONOURED = (
+    *("use_vllm", "vllm_mode", "vllm_max_model_length", "vllm_sync_frequency"),
+    "vllm_structured_outputs_regex",  # refused
+    "vllm_importance_sampling_correction",
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+)
 
 
 @pytest.mark.parametrize("kind", trl_family.HOMES)
@@ -101,9 +112,6 @@ def test_knobs_of_the_generator_belong_into_its_config():
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_rows_longer_than_a_table_of_positions_are_refused(family):
-    from families import config_of
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_config(config_of(family))
     longest = model.config.max_position_embeddings
     RolloutEngine(model, EngineConfig(max_row_tokens=longest)).close()

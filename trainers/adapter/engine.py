@@ -48,7 +48,7 @@ def open_engine(trainer: Any, config: RolloutConfig) -> RolloutEngine:
     accelerator, args = trainer.accelerator, Settings(trainer).args
     if config.exact:
         _check_exact(accelerator.distributed_type, args)
-    if (longest := getattr(args, "vllm_max_model_length", None)) is not None:
+    if (longest := args.vllm_max_model_length) is not None:
         most = min(longest, config.max_row_tokens or longest)
         config = replace(config, max_row_tokens=most)
     precision, model = precision_of(accelerator), accelerator.unwrap_model(trainer.model)

@@ -151,7 +151,7 @@ def _stop_strings(tokenizer: Any, vocab_size: int, strings: tuple[str, ...]) -> 
 
 def warn_of_masked_stops(trainer: Any) -> None:
     """Warn if the loss would leave out every completion that a stop string ends."""
-    if _sampling(trainer).stop_strings and getattr(trainer, "mask_truncated_completions", False):
+    if trainer.mask_truncated_completions and _sampling(trainer).stop_strings:
         logger.warning(
             "mask_truncated_completions=True leaves out completions without an EOS token, also "
             "those that a stop string has ended. If most end so, nothing is learnt: set "

@@ -23,6 +23,8 @@ _ABSENT = {
     "loss_type": None,
     "cast_lm_head_to_fp32": False,
     "vllm_structured_outputs_regex": None,
+    "vllm_max_model_length": None,
+    "mask_truncated_completions": False,
     "use_transformers_continuous_batching": False,
     "_is_vlm": False,
 }

@@ -1,4 +1,4 @@
-"""TRL's arguments for vLLM: which the generator honours, and what stands in for the others."""
+"""TRL's arguments for vLLM that have no effect on the engine, and what stands in for them."""
 
 import logging
 from dataclasses import MISSING, fields
@@ -6,13 +6,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-HONOURED = (
-    *("use_vllm", "vllm_mode", "vllm_max_model_length", "vllm_sync_frequency"),
-    "vllm_structured_outputs_regex",  # refused
-    "vllm_importance_sampling_correction",
-    *("vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
-    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-)
 _NO_SERVER = "there is no server"
 WITHOUT_EFFECT = {
     "vllm_gpu_memory_utilization": "set RolloutConfig(kv_fraction=...), a share of the free memory",
