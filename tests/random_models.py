@@ -1,6 +1,7 @@
 """Random small models, to try the self-check on: it must accept each of them.
 
-`python tests/random_models.py 200` tries 200 and prints the largest gap by dtype.
+`python tests/random_models.py 200` tries 200 and prints the largest gaps by dtype, with and without
+experts.
 """
 
 import logging
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams
+from rollout.support import base_of, experts_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -108,14 +110,16 @@ def main(count: int) -> None:
     largest: defaultdict[str, list[float]] = defaultdict(list)
     for seed in range(count):
         case = draw(seed)
+        model = case.model()
+        kind = f"{case.computes}, experts" if any(experts_of(base_of(model))) else case.computes
         try:
-            gap = max(gaps_of(case, case.model()))
+            gap = max(gaps_of(case, model))
         except Exception as error:
             print(seed, case, f"{type(error).__name__}: {error}", flush=True)
         else:
-            largest[case.computes].append(gap)
-    for computes, gaps in largest.items():
-        print(f"{computes}: {len(gaps)} models, largest gap {max(gaps):.1e}")
+            largest[kind].append(gap)
+    for kind, gaps in sorted(largest.items()):
+        print(f"{kind}: {len(gaps)} models, largest gap {max(gaps):.1e}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from trl.kernels import chunked_logprob
 
 from rollout import ConfigError, UnsupportedTrainer
+from rollout.exact.attention import EXACT_ATTENTION
 from trainers import (
     PPOTrainer,
     RolloutConfig,
@@ -52,7 +53,7 @@ def build(tmp_path, kind=RolloutPPOTrainer, config=RolloutPPOConfig, **changes):
     own += ("peft_config", "tools", "environment_factory")
     given = {name: changes.pop(name) for name in own if name in changes}
     if issubclass(kind, RolloutPPOTrainer | RolloutGRPOTrainer):
-        given["rollout"] = RolloutConfig(max_rows=64, page_tokens=4)
+        given["rollout"] = changes.pop("rollout", RolloutConfig(max_rows=64, page_tokens=4))
     arguments = {**trl_trainer.ARGUMENTS, "output_dir": str(tmp_path), **changes}
     defaults = {
         "model": often_stopping(),
@@ -129,6 +130,14 @@ def test_any_number_of_rows_may_be_a_batch(tmp_path, batch):
     assert config.generation_batch_size == 3 * batch
     with pytest.raises(ConfigError, match="one completion only; raise per_device_train_batch_size"):
         RolloutPPOConfig(**arguments, per_device_train_batch_size=1)
+
+
+def test_exact_mode_serves_ppo_as_well(tmp_path):
+    exact = RolloutConfig(max_rows=64, page_tokens=4, on_policy="exact")
+    trainer = build(tmp_path, rollout=exact, max_steps=1)
+    assert trainer.model.config._attn_implementation == EXACT_ATTENTION
+    trainer.train()
+    assert trl_trainer.logged(trainer, "rollout/logp_gap_max")[0] < 1e-5
 
 
 def test_a_zero_critic_hands_every_token_its_rows_reward(tmp_path):

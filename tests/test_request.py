@@ -99,7 +99,7 @@ def test_a_draw_takes_no_more_than_was_asked(knobs, draw):
     assert SamplingParams(max_new_tokens=4, **knobs).draw is draw
 
 
-def test_Settings_no_effect_are_the_neutral_ones():
+def test_settings_of_no_effect_are_the_neutral_ones():
     request = Request(np.array([5, 6, 7]), SamplingParams(max_new_tokens=9, top_k=-1))
     assert request.settings == (*list(SETTINGS.values())[:-1], 3)
 
