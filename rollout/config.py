@@ -139,7 +139,7 @@ class EngineConfig:
         metadata={
             "help": "When the engine starts, and when it copies a changed module tree, compare its "
             "logits with those of the model's own forward on 4 rows, and refuse a model whose "
-            "logits differ by more than rounding explains. Takes well under a second."
+            "logits differ by more than rounding explains. Takes about a second."
         },
     )
     entropies: bool = field(

@@ -19,8 +19,10 @@ _BLOCK = 12_288  # counters; six uint64 arrays of this size fit in 1 MiB of cach
 _SHIFT, _LOW = np.uint64(32), np.uint64(MASK)
 _M0, _M1 = map(np.uint64, MULTIPLIERS)
 
-# Noise is g = -log(-log1p(-u)). With u in [2**k, 2**(k+1)), u <= -log1p(-u), so g <= -k ln 2. It is
-# at most this much less: u < 1/2 gives ln 2 + ln(2 ln 2), and u <= 1 - 2**-24 gives g >= -2.82.
+# Noise is g = -log(-log1p(-u)). If u is in [2**k, 2**(k+1)), then g <= -k ln 2, because
+# u <= -log1p(-u). The noise lies at most _SPAN below this bound:
+# - u < 1/2: -log1p(-u) < 2 ln(2) u, so at most ln 2 + ln(2 ln 2) = 1.02 below.
+# - u >= 1/2: the bound is ln 2, and u <= 1 - 2**-24 gives g >= -2.82.
 _SPAN = math.log(2) + 2.82
 _LN2 = np.float32(math.log(2))
 _TOP = 159  # biased exponent of w + 0.5 at u = 1

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 KNOWN = {"accelerate", "bitsandbytes", "deepspeed", "kernels", "liger_kernel", "peft", "rollout"}
 KNOWN |= {"torch", "trainers", "transformers", "trl", "wandb"}
-"""Packages whose hooks and patched forwards change no value without gradient, or what they do has
-a way of its own in the twin."""
+"""Packages whose hooks and patched forwards may run: without gradients they change no value, or the
+twin does the same in its own way."""
 
 Hook = Callable[..., Any]
 
@@ -23,8 +23,7 @@ def watched_hooks(model: nn.Module) -> Iterator[list[str]]:
     """Watch the user's forward hooks inside the `with` block.
 
     Yields:
-        A list that comes to say of each hook that changed an input or an output: which module's,
-        which function.
+        A list, filled as the model runs: a sentence for each hook that changed an input or output.
     """
     changing: list[str] = []
     replaced: list[tuple[dict[int, Hook], int, Hook]] = []
