@@ -45,12 +45,24 @@ def interrupt_at_line(number):
     def call(frame, event, argument):
         return line if f"{os.sep}rollout{os.sep}" in frame.f_code.co_filename else None
 
-    before = sys.gettrace()
+    before, depth = sys.gettrace(), _autocast_depth()
+    autocast = torch.is_autocast_enabled("cpu")
     sys.settrace(call)
     try:
         yield passed
     finally:
         sys.settrace(before)
+        # Python itself leaves a `with` block without `__exit__` if the interrupt comes just before
+        # that call. Autocast would then keep its casts of the weights for the rest of the process.
+        for _ in range(_autocast_depth() - depth):
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cpu", autocast)
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def poison_new_pages(monkeypatch) -> None:
