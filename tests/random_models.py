@@ -109,6 +109,7 @@ def gaps_of(case: Case, model: nn.Module) -> list[float]:
 def main(count: int) -> None:
     largest: defaultdict[str, list[float]] = defaultdict(list)
     for seed in range(count):
+        torch.compiler.reset()  # it compiles no more than 8 models otherwise
         case = draw(seed)
         model = case.model()
         kind = f"{case.computes}, experts" if any(experts_of(base_of(model))) else case.computes

@@ -20,9 +20,12 @@ def open_and_close(model, **knobs):
     RolloutEngine(model, EngineConfig(max_rows=4, page_tokens=4, **knobs)).close()
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", [*range(18), 305, 435])
 def test_random_models_pass(seed):
-    """Compiling takes seconds and a C++ compiler, so at most one of them is compiled."""
+    """Compiling takes seconds and a C++ compiler, so at most one of them is compiled.
+
+    The last two amplify rounding: their logits differ by more than any fixed tolerance.
+    """
     case = random_models.draw(seed, compiled=seed == 0 and shutil.which("g++") is not None)
     gaps = random_models.gaps_of(case, case.model())
     assert len(gaps) == 1 + case.knobs["compile_layers"]
