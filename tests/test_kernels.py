@@ -338,6 +338,20 @@ def test_decode_and_prefill_in_pieces_equal_the_reference(shape, dtype, options)
             assert_close(output[mine], wanted, dtype)
 
 
+@pytest.mark.skipif(ON_GPU, reason="runs on a CPU alone")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@EACH_DTYPE
+def test_decode_on_a_cpu_equals_the_reference(dtype, options):
+    paged = Paged(LENGTHS, *SHAPES[1], dtype)
+    options = paged.options(**options)
+    query = paged.queries(len(LENGTHS))
+    where = (paged.cache, paged.table, paged.lanes, paged.counts - 1)
+    output = paged_attention.decode(query, *where, max_context=max(LENGTHS), **options)
+    for row, length in enumerate(LENGTHS):
+        wanted = paged.expected(query[row : row + 1], row, length - 1, **options)
+        assert_close(output[row : row + 1], wanted, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 128])
 @pytest.mark.parametrize("shape", [(32, 8, 128), (12, 4, 96), (4, 2, 80), (8, 1, 256)], ids=str)

@@ -1,12 +1,13 @@
 """Attention over KV pages, in plain torch.
 
-Shape letters: N sequences, Q queries a sequence, C context tokens, T packed tokens, H query heads,
-K key/value heads, D head size, P pages, S tokens a page. A layer's `cache` is its keys and its
-values, each `(P, S, K, D)`.
+Shape letters: N sequences, Q queries a sequence, C context tokens, T packed tokens, R rows of one
+token, L lanes, H query heads, K key/value heads, D head size, P pages, S tokens a page. A layer's
+`cache` is its keys and its values, each `(P, S, K, D)`.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 SPLIT_TOKENS = 2048
 """Context tokens that one decode program attends over."""
@@ -81,3 +82,79 @@ def attend(
     output = scores.softmax(dim=-1)[..., :context].flatten(2, 3) @ values
     output = output.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
     return output.reshape(num_seqs, num_queries, num_heads, head_dim).to(query_NQHD.dtype)
+
+
+def decode(
+    query_RHD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    page_table_LP: Tensor,
+    lanes_R: Tensor,
+    positions_R: Tensor,
+    *,
+    max_context: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Decode on a CPU; arguments are those of `paged_attention_triton.decode`.
+
+    `attend` serves what torch's fused kernel lacks: soft caps, sinks, 16 bits summed up in 32.
+    """
+    page_table_RP = page_table_LP[lanes_R]
+    if query_RHD.dtype == torch.float32 and softcap is None and sinks_H is None:
+        return _decode_fused(
+            query_RHD, cache, page_table_RP, positions_R, max_context, scale, window
+        )
+    keys, values = gather_kv(cache, page_table_RP, max_context)
+    return attend(
+        query_RHD[:, None],
+        keys,
+        values,
+        positions_R[:, None],
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
+    )[:, 0]
+
+
+def _decode_fused(
+    query_RHD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    page_table_RP: Tensor,
+    positions_R: Tensor,
+    max_context: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    page_tokens, num_kv_heads, head_dim = cache[0].shape[1:]
+    tokens_C = torch.arange(max_context)
+    visible_RC = tokens_C <= positions_R[:, None]
+    if window is not None:
+        visible_RC &= tokens_C > positions_R[:, None] - window
+    # Unseen values can be NaN, and 0 * NaN is NaN: read the query's own token in their place.
+    tokens_RC = torch.where(visible_RC, tokens_C, positions_R[:, None])
+    pages_RC = page_table_RP.gather(1, tokens_RC // page_tokens)
+    rows_a_page = cache[0].stride(0) // (num_kv_heads * head_dim)
+    index = (pages_RC * rows_a_page + tokens_RC % page_tokens).flatten()
+    keys, values = (
+        _token_rows(states).index_select(0, index).view(*tokens_RC.shape, num_kv_heads, head_dim)
+        for states in cache
+    )
+    output = scaled_dot_product_attention(
+        query_RHD.unflatten(1, (num_kv_heads, -1)),  # query heads of a key head: one product
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=visible_RC[:, None, None],
+        scale=scale,
+    )
+    return output.flatten(1, 2)
+
+
+def _token_rows(states_PSKD: Tensor) -> Tensor:
+    """A view with one row a token; rows between a layer's pages belong to other layers."""
+    num_pages, page_tokens, num_kv_heads, head_dim = states_PSKD.shape
+    size = num_kv_heads * head_dim
+    rows = (num_pages - 1) * (states_PSKD.stride(0) // size) + page_tokens
+    return states_PSKD.as_strided((rows, size), (size, 1))

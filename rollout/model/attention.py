@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from rollout.errors import UnsupportedModel
 from rollout.kernels import cudnn, flash
 from rollout.kernels.custom_op import custom_op
-from rollout.kernels.paged_attention import attend, gather_kv, store_kv
+from rollout.kernels.paged_attention import attend, decode, gather_kv, store_kv
 from rollout.memory.kv_cache import KVCache
 from rollout.scheduler.batch import Segment
 
@@ -91,17 +91,15 @@ class PagedAttention:
         The keys and values belong to the packed tokens. Call `store` with them first.
         """
         cache = self.kv_cache.layer(layer)
+        pages = (self.page_table_LP, self.lanes_T, self.positions_T)
         if query_THD.is_cuda:
             from rollout.kernels import paged_attention_triton as kernels  # as above
 
             if self.segments is not None:
                 return self._prefill_on_gpu(cache, query_THD, (keys_TKD, values_TKD), options)
-            pages = (self.page_table_LP, self.lanes_T, self.positions_T)
             return kernels.decode(query_THD, cache, *pages, max_context=self.max_context, **options)
         if self.segments is None:
-            keys, values = gather_kv(cache, self.page_table_LP[self.lanes_T], self.max_context)
-            positions = self.positions_T[:, None]
-            return attend(query_THD[:, None], keys, values, positions, **options)[:, 0]
+            return decode(query_THD, cache, *pages, max_context=self.max_context, **options)
         outputs, first = [], 0
         # Neighbours of one length are one batch: their number does not add calls.
         for (start, count), group in groupby(self.segments, lambda s: (s.start, len(s.tokens))):
