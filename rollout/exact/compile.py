@@ -156,9 +156,9 @@ def _eps(norm: Any) -> Any:
 
 def _is_our_norm(module: Any) -> bool:
     """Whether our kernel is bit-equal to this norm."""
-    if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None:
+    kind, weight = cast(Any, type(module)), getattr(module, "weight", None)
+    if not kind.__name__.endswith("RMSNorm") or weight is None or _eps(module) is None:
         return False
-    kind, weight = cast(Any, type(module)), module.weight
     return _rms_norm_is_exact(kind, len(weight), weight.dtype, weight.device)
 
 
