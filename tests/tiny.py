@@ -64,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def build(family: str = "qwen3", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model with weights large enough for clear choices."""
-    config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES.get(family, {}), **changes})
     config._attn_implementation = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
