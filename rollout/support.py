@@ -11,10 +11,6 @@ from rollout.errors import ConfigError, UnsupportedModel
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_TYPES = {"dynamic", "longrope"}
 _MAX_HEAD_DIM = 256
-# Vision-language families whose language model is that of a text-only class.
-WITH_TEXT_MODEL = {"exaone4_5", "gemma3", "got_ocr2", "idefics3", "internvl", "lighton_ocr"}
-WITH_TEXT_MODEL |= {"llava", "llava_next", "llava_onevision", "mistral3", "ovis2", "smolvlm"}
-WITH_TEXT_MODEL |= {"vipllava"}
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -28,6 +24,29 @@ def base_of(model: nn.Module) -> nn.Module:
 def adapters_of(model: nn.Module) -> dict[str, Any]:
     """Configs of the model's PEFT adapters by name, whether PEFT or transformers loaded them."""
     return getattr(model, "peft_config", None) or {}
+
+
+def text_config_of(base: nn.Module) -> Any:
+    """Config of the language model. That of a vision-language class lacks most sizes."""
+    config: Any = base.config
+    return config.get_text_config(decoder=True)
+
+
+def towers_of(base: nn.Module) -> list[str]:
+    """Names of the modules that text alone does not run, such as a vision tower's.
+
+    None in a model of text. In others, what stands beside the decoder, but for the output head.
+    """
+    model: Any = base
+    if text_config_of(base) is model.config:
+        return []
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    modules = dict(base.named_modules())
+    path = next(name for name, module in modules.items() if module is decoder).split(".")
+    above = {".".join(path[:depth]) for depth in range(len(path))}
+    kept = {*(modules[name] for name in above), decoder, head}
+    beside = (name for name in modules if name and name.rpartition(".")[0] in above)
+    return [name for name in beside if modules[name] not in kept]
 
 
 def configs_of(base: nn.Module) -> list[Any]:
@@ -93,8 +112,8 @@ def check_length(model: nn.Module, max_row_tokens: int) -> None:
     Positions that are computed, as RoPE's, have no end.
     """
     base: Any = base_of(model)
-    most, tokens = base.config.max_position_embeddings, base.get_input_embeddings()
-    for name, module in base.named_modules():
+    most, tokens = text_config_of(base).max_position_embeddings, base.get_input_embeddings()
+    for name, module in base.get_decoder().named_modules():
         is_table = isinstance(module, nn.Embedding) and module is not tokens
         # OPT's table begins with two rows that stand for no position.
         if is_table and most <= module.num_embeddings <= most + 2 and max_row_tokens > most:
@@ -114,10 +133,10 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     if config is None or not hasattr(config, "get_text_config"):
         yield "it is not a transformers model with a config"
         return
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or text_config_of(base).is_encoder_decoder:
         yield "it is an encoder-decoder; use a decoder-only model"
-    if config.get_text_config() is not config:
-        yield f"it takes images or audio{_text_model(base)}"
+        return
+    config = text_config_of(base)
     if has_layers("Linear8bitLt", model):  # by name, because bitsandbytes may not be installed
         yield (
             "its 8-bit layers (bitsandbytes' Linear8bitLt) search all rows of a batch for "
@@ -131,21 +150,6 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "its attention does not go through transformers' AttentionInterface"
     if "logits_to_keep" not in inspect.signature(type(base).forward).parameters:
         yield "its forward has no `logits_to_keep`, so it computes logits for every token"
-
-
-def _text_model(base: Any) -> str:
-    """How to make a text-only model of the same weights, for families where a test does so."""
-    from transformers import AutoModelForCausalLM  # takes seconds to import
-
-    if base.config.model_type not in WITH_TEXT_MODEL:
-        return ""
-    kind: Any = AutoModelForCausalLM._model_mapping[type(base.config.get_text_config())]
-    part = "language_model" if hasattr(base.model, "language_model") else "text_model"
-    return (
-        f"; for text alone, train text = transformers.{kind.__name__}"
-        "(model.config.get_text_config()) with the same weights: "
-        f"text.model = model.model.{part}; text.lm_head = model.lm_head"
-    )
 
 
 def _adapter_reasons(adapters: Iterable[Any]) -> Iterator[str]:
@@ -181,11 +185,12 @@ def _attention_reasons(config: Any) -> Iterator[str]:
         yield f"{config.num_kv_shared_layers} of its layers share the KV cache of others"
 
 
-def _position_reasons(base: nn.Module) -> Iterator[str]:
+def _position_reasons(base: Any) -> Iterator[str]:
     # Rows of one batch are packed together, so the model must use the positions that it is given.
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
+    decoder: Any = base.get_decoder()
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
         yield "it derives positions from the padding token's id, as RoBERTa does, not from input"
-    if getattr(base.config, "attn_temperature_tuning", False):
+    if getattr(text_config_of(base), "attn_temperature_tuning", False):
         yield "its `attn_temperature_tuning` counts positions itself, ignoring the given ones"
 
 

@@ -6,13 +6,11 @@ import peft
 import pytest
 import tiny
 import torch
-import transformers
 import trl_trainer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM
 
 from rollout import EngineConfig, RolloutEngine, UnsupportedModel, UnsupportedTrainer
-from rollout.support import WITH_TEXT_MODEL
 from trainers.adapter.sampling import refused_settings
 from trainers.adapter.seams import Settings
 from trainers.ppo.value_model import ValueModel
@@ -29,39 +27,6 @@ def refusal(model):
 def assert_runs(model):
     with RolloutEngine(model, CONFIG) as engine:
         tiny.assert_on_policy(engine, model)
-
-
-def images_and_text(family):
-    usual = AutoConfig.for_model(family)
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    vision["model_type"] = usual.vision_config.model_type
-    text = {**tiny._SHAPE, "head_dim": 12, "model_type": usual.get_text_config().model_type}
-    image = {"image_token_index": 60, "image_token_id": 60, "mm_tokens_per_image": 1}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, **image)
-    return AutoModelForImageTextToText.from_config(config)
-
-
-@pytest.mark.parametrize("family", sorted(WITH_TEXT_MODEL))
-def test_the_text_model_of_a_vision_language_model(family):
-    model = images_and_text(family).eval()
-    advice = refusal(model).partition("train ")[2].partition("; otherwise")[0]
-    assignment, text_model, head = advice.replace(" with the same weights:", ";").split("; ")
-    names = {"transformers": transformers, "model": model}
-    exec("\n".join((assignment, text_model, head)), names)
-    text, ids = names["text"].eval(), torch.tensor([[9, 10, 11, 12]])
-    assert type(text).__name__.endswith("ForCausalLM")
-    with torch.no_grad():
-        wanted, logits = model(input_ids=ids).logits, text(input_ids=ids).logits
-    assert torch.allclose(logits, wanted, atol=1e-5)
-    assert_runs(text)
-
-
-def test_other_models_for_images_are_told_of_no_text_model():
-    model = tiny.build()
-    model.config.get_text_config = lambda: object()
-    assert "takes images or audio; otherwise, generate without the engine" in refusal(model)
 
 
 def test_a_compiled_module():

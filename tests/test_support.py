@@ -113,12 +113,6 @@ def test_real_families_near_those_run(name, changes):
         tiny.assert_on_policy(engine, model)
 
 
-def multimodal():
-    model = tiny.build()
-    model.config.get_text_config = lambda: object()
-    return model
-
-
 def adapted(config):
     return get_peft_model(tiny.build(), config)
 
@@ -153,7 +147,6 @@ COMPILED = r"use module.compile\(\) instead"
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (multimodal, "takes images or audio"),
         (lambda: torch.nn.Linear(2, 2), "not a transformers model"),
         (lambda: adapted(PROMPT_TUNING), "virtual tokens into the KV cache; use LoRA"),
         (lambda: adapted(ALORA), "activated LoRA .* use LoRA without `alora"),

@@ -319,7 +319,6 @@ OFFLOADED, QUANTISED = {"offload_param": {"device": "cpu"}}, {"zero_quantized_we
 @pytest.mark.parametrize(
     ("set_up", "message"),
     [
-        (lambda: {"_is_vlm": True}, "takes images"),
         (lambda: {"args.use_vllm": True}, "already has a generator"),
         (lambda: {"use_vllm": True}, "already has a generator"),
         (lambda: {"eos_token_ids": [None, tiny.EOS]}, "no EOS token; set its `eos_token`"),

@@ -187,7 +187,10 @@ class RolloutGenerator:
             self._collectives = self._new_collectives()
         try:
             if images is not None:
-                raise UnsupportedTrainer("the engine cannot read images; use text-only prompts")
+                raise UnsupportedTrainer(
+                    "this batch has images, and the engine runs text alone; train on text, or "
+                    "generate without the engine"
+                )
             with profiler or nullcontext():
                 completions, num_tokens = self._rollout(prompts, same_weights=later_turn)
         except Exception as error:

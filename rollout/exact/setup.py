@@ -18,7 +18,7 @@ from rollout.exact.linear import (
     batch_invariant_linear,
     patch_forwards,
 )
-from rollout.support import base_of, configs_of, experts_of, has_layers
+from rollout.support import base_of, configs_of, experts_of, has_layers, towers_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> 
     """
     base: Any = base_of(model)
     _check_quantised(base)
-    for name in _dropouts(model):
+    for name in _dropouts(base):
         raise UnsupportedModel(
             f"on_policy='exact': {name} has dropout and a rollout has none; set it to 0, or set "
             "on_policy='close'"
@@ -70,8 +70,9 @@ def prepare_trainer(model: nn.Module, shapes: InvariantShapes | None = None) -> 
 
 def _use_exact_attention(base: Any) -> Callable[[], None]:
     """Switch all attention layers to our kernel; return a function that undoes it."""
-    before = [(config, config._attn_implementation) for config in configs_of(base)]
-    base.set_attn_implementation(EXACT_ATTENTION)
+    decoder = base.get_decoder()
+    before = [(config, config._attn_implementation) for config in configs_of(decoder)]
+    decoder.set_attn_implementation(EXACT_ATTENTION)
     for config, _ in before:
         config._attn_implementation = EXACT_ATTENTION
 
@@ -82,9 +83,12 @@ def _use_exact_attention(base: Any) -> Callable[[], None]:
     return undo
 
 
-def _dropouts(model: nn.Module) -> Iterator[str]:
+def _dropouts(base: nn.Module) -> Iterator[str]:
     """Names of modules with dropout in training mode."""
-    for name, module in model.named_modules():
+    towers = tuple(f"{name}." for name in towers_of(base))
+    for name, module in base.named_modules():
+        if f"{name}.".startswith(towers):
+            continue
         rate = module.p if isinstance(module, nn.Dropout) else 0.0
         if rate or getattr(module, "attention_dropout", 0.0):
             yield name

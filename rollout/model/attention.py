@@ -28,7 +28,7 @@ PAGED_ATTENTION = "twinslot_paged"
 _KV = tuple[Tensor, Tensor]  # keys, values
 
 # Arguments of an attention function that do not change its result here.
-_HARMLESS = frozenset({"dropout", "position_ids", "use_cache"})
+_HARMLESS = frozenset({"dropout", "logits_to_keep", "position_ids", "use_cache"})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rollout.model.weights import is_part, is_sharded, shape_of
-from rollout.support import configs_of
+from rollout.support import configs_of, towers_of
 
 _HOOKS = re.compile("_hooks(_|$)")
 
@@ -45,11 +45,17 @@ Fingerprint = dict[str, tuple[Any, ...]]
 
 
 def clone(live: nn.Module) -> nn.Module:
-    """Copy a module tree over the same storage, without hooks and the state of FSDP and ZeRO."""
+    """Copy a model over the same storage, without hooks and the state of FSDP and ZeRO.
+
+    What text alone does not run, such as a vision tower, is `None` in the copy.
+    """
     copies = _Copies(live)
     for module in live.modules():
         copies.fill(module)
     tree: nn.Module = copies.of(live)
+    for name in towers_of(live):
+        parent, _, child = name.rpartition(".")
+        setattr(tree.get_submodule(parent), child, None)
     return tree
 
 

@@ -29,7 +29,7 @@ from rollout.model.weights import (
     reshard,
     whole,
 )
-from rollout.support import adapters_of, base_of, check_placed, configs_of
+from rollout.support import adapters_of, base_of, check_placed, configs_of, text_config_of
 from rollout.telemetry.device_time import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -99,14 +99,12 @@ class Twin:
     @property
     def vocab_size(self) -> int:
         """Number of token ids. It changes if the trainer resizes the embeddings."""
-        config: Any = base_of(self._live).config
-        return int(config.vocab_size)
+        return int(text_config_of(base_of(self._live)).vocab_size)
 
     @property
     def max_positions(self) -> int:
         """Length of the longest sequence that the model supports, in tokens."""
-        config: Any = self._base.config
-        return int(config.max_position_embeddings)
+        return int(text_config_of(self._base).max_position_embeddings)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -148,7 +146,7 @@ class Twin:
 
     def kv_layout(self, page_tokens: int) -> KVLayout:
         """Shape and dtype of a KV page."""
-        config: Any = self._base.config
+        config = text_config_of(self._base)
         heads = config.num_attention_heads
         weights = [p for p in self._base.parameters() if p.dtype.is_floating_point]
         if self._float32_head:  # an embedding may share its weight
@@ -297,13 +295,13 @@ class Twin:
 
 def _configure(base: nn.Module, *, on_gpu: bool) -> None:
     """Let the tree attend over pages, and return logits without recording other outputs."""
-    config: Any = base.config
-    for each in configs_of(base):
-        each._attn_implementation = PAGED_ATTENTION
-        if on_gpu and config.dtype == torch.bfloat16:
+    in_bf16 = text_config_of(base).dtype == torch.bfloat16
+    for config in configs_of(base):
+        config._attn_implementation = PAGED_ATTENTION
+        if on_gpu and in_bf16:
             # The only Mixture of Experts code without a wait on the host.
-            each._experts_implementation = "grouped_mm"
-    config.return_dict = True
-    config.output_hidden_states = config.output_attentions = False
-    if hasattr(config, "output_router_logits"):
-        config.output_router_logits = False
+            config._experts_implementation = "grouped_mm"
+        config.return_dict = True
+        config.output_hidden_states = config.output_attentions = False
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rollout.support import experts_of
+from rollout.support import experts_of, text_config_of, towers_of
 
 # Dense bf16 operations a second, from data sheets; the first name that matches is used.
 _PEAKS = {
@@ -83,12 +83,15 @@ class Cost:
     def of(cls, base: nn.Module, kv_token_bytes: int) -> Self:
         """Cost of a transformers model, with weights in the dtypes that it has."""
         model: Any = base
-        config, embedding = model.config, model.get_input_embeddings().weight
+        config, embedding = text_config_of(base), model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
         # If they are tied, one parameter is both, and the head still reads it.
-        read = [p for p in base.parameters() if p is head or p is not embedding]
+        towers = {p for n in towers_of(base) for p in base.get_submodule(n).parameters()}
+        text = [p for p in base.parameters() if p not in towers]
+        read = [p for p in text if p is head or p is not embedding]
         met = 2 * sum(p.numel() for p in read if p.dim() > 1)
-        idle = 2 * sum(expert.numel() for _, expert in experts_of(base)) * _unmet_share(config)
+        experts = (expert for _, expert in experts_of(base) if expert not in towers)
+        idle = 2 * sum(expert.numel() for expert in experts) * _unmet_share(config)
         head_dim = getattr(config, "head_dim", None)
         heads = config.num_attention_heads
         width = heads * head_dim if head_dim else config.hidden_size

@@ -14,7 +14,7 @@ from rollout.errors import check_options
 from rollout.exact.setup import prepare_trainer
 from rollout.model.outputs import Difference, compared, recorded
 from rollout.sampling_params import SamplingParams
-from rollout.support import base_of
+from rollout.support import base_of, text_config_of
 from rollout.tools.workload import MODEL_HELP, build_model
 
 _SHOWN = 5
@@ -38,7 +38,8 @@ def differences(
     base: Any = base_of(model)
     device = next(base.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(base.config.vocab_size, (num_rows, num_tokens), generator=generator)
+    vocab_size = text_config_of(base).vocab_size
+    ids = torch.randint(vocab_size, (num_rows, num_tokens), generator=generator)
     lengths = torch.randint(2, num_tokens + 1, (num_rows,), generator=generator)
     lengths[0] = num_tokens
     mask = torch.arange(num_tokens) >= num_tokens - lengths[:, None]  # left-padded

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.errors import ConfigError
 from rollout.model.twin import Twin
-from rollout.support import base_of
+from rollout.support import base_of, text_config_of
 from rollout.telemetry.roofline import Cost, contexts
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
@@ -62,9 +62,9 @@ class Workload:
     @cached_property
     def prompts(self) -> list[list[int]]:
         """Token ids, different in each row."""
-        config: Any = base_of(self.model).config
+        vocab_size = text_config_of(base_of(self.model)).vocab_size
         shape = (self.rows, self.prompt_tokens)
-        ids: Any = np.random.default_rng(0).integers(config.vocab_size, size=shape)
+        ids: Any = np.random.default_rng(0).integers(vocab_size, size=shape)
         return ids.tolist()  # SYNC: on the CPU, nothing waits
 
     @cached_property

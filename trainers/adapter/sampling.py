@@ -19,7 +19,8 @@ from torch import nn
 from rollout.errors import RequestError, UnsupportedTrainer
 from rollout.sampling_params import SamplingParams
 from rollout.stop_strings import StopStrings
-from rollout.support import base_of
+from rollout.support import base_of, text_config_of
+from trainers.adapter.seams import tokenizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,15 +126,26 @@ def _sampling(trainer: Any) -> SamplingParams:
         _NAMES[name]: _as_tuples(value) for name, value in _extra(trainer).items() if name in _NAMES
     }
     if fields.get("stop_strings", ()) != ():
-        strings, tokenizer = fields["stop_strings"], trainer.processing_class
+        strings, tokenizer = fields["stop_strings"], tokenizer_of(trainer)
         strings = (strings,) if isinstance(strings, str) else strings
         fields["stop_strings"] = _stop_strings(tokenizer, len(tokenizer), strings)
+    if (image := _image_token(trainer.model)) is not None:
+        fields["suppress_tokens"] = tuple({*fields.get("suppress_tokens", ()), image})
     return SamplingParams(
         max_new_tokens=trainer.max_completion_length,
         temperature=trainer.temperature,
         eos_token_ids=tuple(trainer.eos_token_ids),
         **{name: value for name, value in fields.items() if value not in (None, ())},
     )
+
+
+def _image_token(model: nn.Module) -> int | None:
+    """The token that stands for an image: drawn, it would lack the image's features."""
+    base: Any = base_of(model)
+    if text_config_of(base) is base.config:
+        return None
+    token: int | None = getattr(base.config, "image_token_id", None)
+    return token
 
 
 def _as_tuples(value: Any) -> Any:

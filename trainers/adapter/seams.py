@@ -130,9 +130,14 @@ class Settings(_FirstOf):
         self._owners = (SimpleNamespace(**own, args=args), trainer, trainer.args, absent)
 
 
+def tokenizer_of(trainer: Any) -> Any:
+    """The trainer's tokenizer, which a processor of images and text holds."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+
+
 def _eos_token_ids(trainer: Any) -> list[int]:
     """EOS ids of tokenizer and model, as vLLM collects them for a trainer that sets none."""
     ids = getattr(getattr(trainer.model, "generation_config", None), "eos_token_id", None)
     ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    own = getattr(trainer.processing_class, "eos_token_id", None)
+    own = getattr(tokenizer_of(trainer), "eos_token_id", None)
     return ids if own is None or own in ids else [own, *ids]

@@ -60,8 +60,6 @@ def _reasons(trainer: Any) -> Iterator[str]:
             "it already has a generator; drop `use_vllm`, `use_transformers_continuous_batching` "
             "and any generator attached before"
         )
-    if trainer._is_vlm:
-        yield "its model takes images; the engine runs text-only models"
     if args.vllm_structured_outputs_regex is not None:
         yield "structured outputs (`vllm_structured_outputs_regex`) are not supported; drop it"
     if trainer.loss_type == "vespo" and trainer.vllm_importance_sampling_correction:

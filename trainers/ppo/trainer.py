@@ -290,8 +290,6 @@ def _check(trainer: PPOTrainer, value_model: nn.Module | None) -> None:
         raise UnsupportedTrainer(
             f"value_model=... and critic={trainer.args.critic!r} are two critics; drop one"
         )
-    if trainer._is_vlm:
-        raise UnsupportedTrainer("the critic cannot read images; use a text-only model")
     if trainer.accelerator.distributed_type not in _PLACES:
         raise UnsupportedTrainer(
             f"the critic does not work with {trainer.accelerator.distributed_type.value} yet; "

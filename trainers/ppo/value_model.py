@@ -40,7 +40,7 @@ class ValueModel(nn.Module):
         _check_not_quantised(policy)
         backbone: Any
         if base_of(policy) is not policy:
-            backbone = copy.deepcopy(policy).unload().base_model
+            backbone = copy.deepcopy(policy).unload().get_decoder()
         elif adapters_of(policy):
             raise UnsupportedTrainer(
                 "critic='model' copies the policy without its adapters, but transformers loaded "
@@ -48,7 +48,7 @@ class ValueModel(nn.Module):
                 "folder, is_trainable=True), or set critic='adapter'"
             )
         else:
-            backbone = copy.deepcopy(policy.base_model)
+            backbone = copy.deepcopy(policy.get_decoder())
         return cls(backbone.requires_grad_(True), _hidden_size(policy)).to(_device(backbone))
 
     @classmethod
@@ -166,7 +166,7 @@ def _zero_head(hidden_size: int) -> nn.Linear:
 def _decoder(policy: Any) -> Any:
     """The policy's decoder, including its adapters, without the language-model head."""
     base: Any = base_of(policy)
-    return base.base_model
+    return base.get_decoder()
 
 
 def _hidden_size(policy: Any) -> int:
