@@ -68,6 +68,7 @@ class Device:
         for source, target in batch.copies:
             assert TRASH_PAGE not in (source, target)
             self.stamps[target] = self.stamps[source]
+        self.copy_states(batch)
         result = self.decode(batch)
         if not early:
             self.restore(batch)
@@ -143,6 +144,30 @@ class Device:
         wanted = self.rows.get(seed, [])[:context]  # an overrun goes on past the end
         assert stamps[: len(wanted), 2].tolist() == wanted
 
+    def copy_states(self, batch: Batch) -> None:
+        assert not len(batch.state_copies)
+
+
+class StatefulDevice(Device):
+    """Also keeps a recurrent state in each lane: the tokens that it was fed, of any row."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.states: dict[int, list[int]] = {}
+
+    def write(self, lane: int, position: int, token: int) -> None:
+        super().write(lane, position, token)
+        state = self.states.get(lane, []) if position else []  # nothing is ever cleared
+        assert len(state) == position, "a state was fed a token twice, or not at all"
+        wanted = self.rows.get(int(self.seeds[lane]), [])
+        assert state[: len(wanted)] == wanted[:position], "a lane has another row's state"
+        self.states[lane] = [*state, token]
+
+    def copy_states(self, batch: Batch) -> None:
+        for source, target in batch.state_copies.tolist():
+            assert source != target
+            self.states[target] = self.states[source]
+
 
 # --- the loop that runs them
 
@@ -152,9 +177,11 @@ class Rollout:
 
     def __init__(self, work: Workload, depth: int) -> None:
         self.work = work
-        self.scheduler = Scheduler(work.config, work.max_row_pages, work.num_host_pages)
+        sizes = work.max_row_pages, work.num_host_pages
+        self.scheduler = Scheduler(work.config, *sizes, keeps_state=work.keeps_state)
         self.grow(work.spare_pages)
-        self.device = Device(work.config, work.max_row_pages, work.requests)
+        kind = StatefulDevice if work.keeps_state else Device
+        self.device = kind(work.config, work.max_row_pages, work.requests)
         self.slots: list[Batch | None] = [None] * depth
         self.turn = self.num_steps = 0
         self.stats = RolloutStats()

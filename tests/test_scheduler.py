@@ -270,3 +270,47 @@ def test_256_rows_cost_little_a_step(max_new, stop):
     assert len(batch.rows) == 256
     print(f"{step_ms:.3f} ms to schedule and settle 256 rows")  # noqa: T201
     assert step_ms < 2
+
+
+# --- recurrent states
+
+
+def long_prompts(keeps_state, prefill_tokens, *sizes):
+    config = EngineConfig(max_rows=len(sizes), page_tokens=2, prefill_tokens=prefill_tokens)
+    scheduler = Scheduler(config, 300, keeps_state=keeps_state)
+    scheduler.pages.grow(1 + 300 * len(sizes))
+    rows = scheduler.add([make_request(n, size, 8, group=size) for n, size in enumerate(sizes)])
+    return scheduler, rows
+
+
+@pytest.mark.parametrize(("keeps_state", "start"), [(True, 0), (False, 64)])
+def test_the_heir_of_a_left_prefill_has_its_pages_but_not_its_state(keeps_state, start):
+    scheduler, rows = long_prompts(keeps_state, 64, 200, 200)
+    (segment,) = scheduler.schedule(1).segments
+    assert (segment.lane, segment.start, len(segment.tokens)) == (0, 0, 64)
+    scheduler.abort(rows[:1])
+    (segment,) = scheduler.schedule(1).segments
+    assert (segment.lane, segment.start) == (1, start)
+
+
+@pytest.mark.parametrize(
+    ("keeps_state", "prefill_tokens", "parts"),
+    [
+        (False, 200, [(0, 200), (200, 299)]),
+        (True, 200, [(0, 192), (192, 299)]),
+        (True, 63, [(0, 63), (63, 64), (64, 127), (127, 128), (128, 191), (191, 192)]),
+    ],
+)
+def test_parts_of_a_prompt_end_with_a_chunk_of_the_state(keeps_state, prefill_tokens, parts):
+    scheduler, _ = long_prompts(keeps_state, prefill_tokens, 300)
+    found = []
+    while len(found) < len(parts):
+        for segment in scheduler.schedule(1).segments:
+            found.append((segment.start, segment.start + len(segment.tokens)))
+    assert found == parts
+
+
+def test_a_part_waits_rather_than_end_within_a_chunk():
+    scheduler, _ = long_prompts(True, 100, 41, 300)
+    sizes = [[len(segment.tokens) for segment in scheduler.schedule(1).segments] for _ in range(2)]
+    assert sizes == [[40], [64]]

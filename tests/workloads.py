@@ -61,7 +61,8 @@ class Workload:
 
     `spare_pages` are on top of what the longest row needs, at the start and after each of
     `growths`. Steps count from 0. Every `version_steps` the weights change. `aborts` are rows to
-    drop before a step; before each step of `renewals` the KV of all rows is dropped.
+    drop before a step; before each step of `renewals` the KV of all rows is dropped. `keeps_state`:
+    the model has recurrent layers.
     """
 
     config: EngineConfig
@@ -74,6 +75,7 @@ class Workload:
     version_steps: int = 6
     aborts: dict[int, set[int]] = field(default_factory=dict)
     renewals: frozenset[int] = frozenset()
+    keeps_state: bool = False
 
     @property
     def max_row_pages(self) -> int:
@@ -129,6 +131,7 @@ def workloads(draw) -> Workload:
         reset_step=draw(st.none() | st.integers(0, 15)),
         num_host_pages=draw(st.sampled_from([0, 0, 2, 5, 100])),
         version_steps=draw(version_steps),
+        keeps_state=draw(st.booleans()),
     )
 
 
@@ -161,6 +164,7 @@ def tight_workloads(draw) -> Workload:
         growths=draw(st.dictionaries(st.integers(0, 30), st.integers(1, 12), max_size=3)),
         num_host_pages=draw(st.sampled_from([0, 1, 4, 9, 500])),
         version_steps=draw(version_steps),
+        keeps_state=draw(st.booleans()),
         aborts={}
         if undisturbed
         else draw(st.dictionaries(steps, st.sets(st.integers(0, 12), max_size=3), max_size=6)),

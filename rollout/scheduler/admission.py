@@ -83,7 +83,9 @@ class Admitter:
         else:
             if len(row.tokens) == 0 and len(row.request.prompt) > 1:
                 key = (policy_version, row.request.prompt[:-1].tobytes())
-                source_lane = self._lanes.prefill_queue.lane_with(key)
+                # Once a row has decoded, its lane's state is no longer that of the prompt.
+                unfinished = self._lanes.keeps_state
+                source_lane = self._lanes.prefill_queue.lane_with(key, unfinished=unfinished)
             known = self._known_pages(row, source_lane)
         num_pages = pages_for(row.num_tokens, self._page_tokens)
         pages = np.full(num_pages, NO_PAGE, np.int64)
@@ -150,7 +152,8 @@ class Admitter:
         if num_known == row.num_tokens - 1:
             self._lanes.ready[lane] = True
             return
-        num_shared = self._num_full(row) * self._page_tokens
+        # A fork that takes over has the pages, but not the state at their end.
+        num_shared = 0 if self._lanes.keeps_state else self._num_full(row) * self._page_tokens
         prefill = Prefill(lane, row.context[:-1], num_known, num_shared)
         self._lanes.prefill_queue.add(prefill)
 

@@ -61,6 +61,7 @@ class Batch:
         flags: One `(entries, 3)` per penalised admitted row: lane, token id, flags.
         new_pages: `(pages, 3)`: lane, index in its page table, page id.
         copies: `(copies, 2)`: source page, target page; copied between prefill and decode.
+        state_copies: `(copies, 2)`: source lane, target lane of recurrent states; likewise.
         offloads: `(pages, 2)`: page, host page; copied to the host before anything else.
         restores: `(pages, 2)`: host page, page; copied to the device for the next batch.
         num_shared: Prompt tokens of admitted rows whose KV another row computes or has computed.
@@ -77,6 +78,7 @@ class Batch:
     segments: Sequence[Segment]
     new_pages: Ints
     copies: Ints
+    state_copies: Ints
     offloads: Ints
     restores: Ints
     num_shared: int
@@ -107,6 +109,7 @@ class Plan:
     flags: list[Ints] = field(default_factory=list)
     new_pages: list[Ints] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     offloads: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -143,6 +146,7 @@ class Plan:
             segments=self.segments,
             new_pages=np.concatenate(self.new_pages) if self.new_pages else _NO_PAGES,
             copies=_pairs(self.copies),
+            state_copies=_pairs(self.state_copies),
             offloads=_pairs(self.offloads),
             restores=_pairs(self.restores),
             num_shared=self.num_shared,
@@ -151,5 +155,5 @@ class Plan:
         )
 
 
-def _pairs(pages: list[tuple[int, int]]) -> Ints:
-    return np.array(pages, np.int64) if pages else _NO_PAIRS
+def _pairs(pairs: list[tuple[int, int]]) -> Ints:
+    return np.array(pairs, np.int64) if pairs else _NO_PAIRS

@@ -14,6 +14,9 @@ from rollout.scheduler.row import Row
 from rollout.stop_strings import StopStrings
 
 NO_ROW = NO_TOKEN = -1
+# Trainers compute a recurrent state in chunks of this many tokens. Parts that end with a chunk
+# give the same bits as the whole prompt.
+STATE_CHUNK = 64
 
 # Without a known length, admission reserves 1/16 of what a row may still generate. Reserving more
 # makes rows wait for pages that most rows never use, which costs more than the preemptions it
@@ -35,12 +38,17 @@ class LaneTable:
 
     Arrays are indexed by lane, `(lanes,)`. A free lane has zeros and `NO_ROW`. The page tables are
     `(lanes, max_row_pages)`. `num_left` counts the rows that have left a lane so far.
+
+    If the model `keeps_state`, KV pages alone do not let a row begin in the middle.
     """
 
-    def __init__(self, config: EngineConfig, max_row_pages: int) -> None:
+    def __init__(
+        self, config: EngineConfig, max_row_pages: int, *, keeps_state: bool = False
+    ) -> None:
         num_lanes, self._page_tokens = config.max_rows, config.page_tokens
+        self.keeps_state = keeps_state
         self.pages = PageAllocator()
-        self.prefill_queue = PrefillQueue()
+        self.prefill_queue = PrefillQueue(STATE_CHUNK if keeps_state else 1)
         self.rows: dict[int, Row] = {}
         self.free = list(range(num_lanes - 1, -1, -1))
         self.num_left = 0
@@ -179,7 +187,7 @@ class LaneTable:
     def enter_prefixes(self, lane: int, policy_version: int) -> None:
         """Let later rows share this row's full pages."""
         row = self.rows[lane]
-        if row.policy_version == policy_version:
+        if row.policy_version == policy_version and not self.keeps_state:
             # ORDER: only pages whose KV is written or queued may be shared; the newest token has
             # no KV yet
             tokens = self._log.tokens(lane, self.num_settled[lane])

@@ -39,9 +39,14 @@ class Prefill:
 
 
 class PrefillQueue:
-    """The prompts of the rows in lanes and the state of their prefill."""
+    """The prompts of the rows in lanes and the state of their prefill.
 
-    def __init__(self) -> None:
+    Args:
+        part_tokens: A part of a prompt ends at a multiple of this many tokens.
+    """
+
+    def __init__(self, part_tokens: int = 1) -> None:
+        self._part_tokens = part_tokens
         self._queue: deque[Prefill] = deque()
         self._prefill_of: dict[int, Prefill] = {}  # lane -> the prefill that it waits for
         self._lanes_of: dict[PromptKey, list[int]] = {}
@@ -50,9 +55,10 @@ class PrefillQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def lane_with(self, key: PromptKey) -> int | None:
-        """A lane with this prompt, if there is one."""
-        return next(iter(self._lanes_of.get(key, ())), None)
+    def lane_with(self, key: PromptKey, *, unfinished: bool = False) -> int | None:
+        """A lane with this prompt, if there is one; if `unfinished`, one that waits for prefill."""
+        lanes = self._lanes_of.get(key, ())
+        return next((lane for lane in lanes if not (unfinished and self.is_ready(lane))), None)
 
     def key_of(self, lane: int) -> PromptKey | None:
         """The prompt key of a lane that later rows can fork from."""
@@ -102,19 +108,31 @@ class PrefillQueue:
         """
         segments, ended = list[Segment](), list[Prefill]()
         most = budget
-        while self._queue and budget > 0:
+        while self._queue:
             head = self._queue[0]
-            if len(head.tokens) - head.start > budget <= most // 2:
+            start, end = head.start, self._end(head, budget, most)
+            if end == start:
                 break
-            tokens = head.tokens[head.start : head.start + budget]
-            segments.append(Segment(head.lane, head.start, tokens))
-            head.start += len(tokens)
-            budget -= len(tokens)
-            if head.start == len(head.tokens):
+            segments.append(Segment(head.lane, start, head.tokens[start:end]))
+            head.start = end
+            budget -= end - start
+            if end == len(head.tokens):
                 ended.append(self._queue.popleft())
                 for lane in (head.lane, *(fork.lane for fork in head.forks)):
                     del self._prefill_of[lane]
         return segments, ended
+
+    def _end(self, prefill: Prefill, budget: int, most: int) -> int:
+        """Where the next tokens of a prefill end, with `budget` of `most` tokens left."""
+        end = prefill.start + budget
+        if end >= len(prefill.tokens):
+            return len(prefill.tokens)
+        if budget <= most // 2:
+            return prefill.start
+        last = end - end % self._part_tokens
+        if last <= prefill.start:  # no part is that short, unless no step takes more
+            return end if budget == most else prefill.start
+        return last
 
     def _hand_to_fork(self, prefill: Prefill) -> None:
         first, *forks = prefill.forks

@@ -27,12 +27,23 @@ class Scheduler:
     """The waiting rows, the rows in lanes, and their pages.
 
     A page table is `max_row_pages` wide. `lengths` outlives `reset`.
+
+    If the model `keeps_state`, each lane has a recurrent state, which is fed each token once. A row
+    that is preempted is then computed again from its first token.
     """
 
-    def __init__(self, config: EngineConfig, max_row_pages: int, num_host_pages: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_row_pages: int,
+        num_host_pages: int = 0,
+        *,
+        keeps_state: bool = False,
+    ) -> None:
         self._config = config
         self._max_row_pages = max_row_pages
-        self._num_host_pages = num_host_pages
+        self._num_host_pages = 0 if keeps_state else num_host_pages
+        self._keeps_state = keeps_state
         self.lengths = Lengths()
         self._next_row = 0
         self.reset(num_pages=1)
@@ -40,7 +51,8 @@ class Scheduler:
     def reset(self, num_pages: int) -> None:
         """Drop every row and start with `num_pages` pages. Row ids continue to count up."""
         self._version = -1
-        self._lanes = LaneTable(self._config, self._max_row_pages)
+        state = {"keeps_state": self._keeps_state}
+        self._lanes = LaneTable(self._config, self._max_row_pages, **state)
         self._waiting = WaitingQueue(self.lengths)
         self.pages = self._lanes.pages
         self.pages.grow(num_pages)
@@ -194,6 +206,8 @@ class Scheduler:
             for fork in prefill.forks:
                 self._lanes.ready[fork.lane] = True
                 plan.copies += fork.copies
+                if self._keeps_state:
+                    plan.state_copies.append((prefill.lane, fork.lane))
             self._lanes.enter_prefixes(prefill.lane, self._version)
 
     def _settle_preempted(

@@ -48,7 +48,7 @@ class ValueModel(nn.Module):
                 "folder, is_trainable=True), or set critic='adapter'"
             )
         else:
-            backbone = copy.deepcopy(policy.get_decoder())
+            backbone = copy.deepcopy(_decoder(policy))
         return cls(backbone.requires_grad_(True), _hidden_size(policy)).to(_device(backbone))
 
     @classmethod
