@@ -81,8 +81,9 @@ class RolloutEngine:
             float32_head=float32_head,
             param_dtype=param_dtype,
         )
-        num_host_pages = self.worker.swap.num_host_pages
-        self.scheduler = Scheduler(self.config, self.worker.max_row_pages, num_host_pages)
+        sizes = self.worker.max_row_pages, self.worker.swap.num_host_pages
+        keeps_state = self.worker.states is not None
+        self.scheduler = Scheduler(self.config, *sizes, keeps_state=keeps_state)
         self.max_row_tokens = self.worker.max_row_tokens
         self.slots = self.worker.slots
         self.streams = self.worker.streams
@@ -91,7 +92,7 @@ class RolloutEngine:
         self._recorder = Recorder(self.scheduler, meter, page_bytes)
         self.observer = Observers(self._recorder)
         self._show_plan = show_plan or logger.info
-        self._planned = self._paused = self._closed = False
+        self._planned = self._paused = self._closed = self._warned = False
         self.streams.take_over()
         try:
             self.worker.check()
@@ -355,7 +356,7 @@ class RolloutEngine:
             return
         try:
             self._open_version(same_weights=True)
-            self._grow(self.worker.pages_before_sleep)
+            self._grow(*self.worker.before_sleep)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -466,7 +467,9 @@ class RolloutEngine:
                 if requests:
                     self._recorder.start_counters()
             rows = self.scheduler.add(requests)
-            self._grow(min(self.scheduler.pages_wanted(), limits.max_pages))
+            num_lanes = self._limit_lanes()
+            most = self._limits(num_lanes).max_pages if num_lanes else limits.max_pages
+            self._grow(min(self.scheduler.pages_wanted(), most), num_lanes)
             self._prepare()
             if not self._planned:  # the plan reports memory that is mapped by now
                 self._planned = True
@@ -523,14 +526,28 @@ class RolloutEngine:
         num_graphs = self.worker.graphs.num_captures - before
         self._recorder.warmed_up(num_graphs, time.perf_counter() - began)
 
-    def _grow(self, num_pages: int) -> None:
-        """Map at least `num_pages` KV pages. Existing pages keep their contents."""
-        self.worker.grow(num_pages)
+    def _limit_lanes(self) -> int:
+        """Run as many rows at once as have room for their states; 0: the model has no states."""
+        if self.worker.states is None:
+            return 0
+        wanted = self.scheduler.lanes_wanted()
+        fitting = self.worker.lanes_that_fit(wanted, self.scheduler.longest_row_pages())
+        if fitting < wanted and not self._warned:
+            self._warned = True
+            size = self.worker.states.layout.lane_bytes / 2**20
+            text = "%d of %d rows run at once: each keeps a state of %.1f MiB"
+            logger.warning(text, fitting, wanted, size)
+        self.scheduler.limit_lanes(fitting)
+        return fitting
+
+    def _grow(self, num_pages: int, num_lanes: int) -> None:
+        """Map at least `num_pages` KV pages, and states. Existing ones keep their contents."""
+        self.worker.grow(num_pages, num_lanes)
         self.scheduler.pages.grow(num_pages)
         self._recorder.mapped(self.worker.kv_cache.num_bytes, *self.worker.take_costs())
 
-    def _limits(self) -> Limits:
-        max_pages = self.worker.max_pages()
+    def _limits(self, num_lanes: int = 1) -> Limits:
+        max_pages = self.worker.max_pages(num_lanes)
         return Limits(
             vocab_size=self.worker.twin.vocab_size,
             max_row_tokens=self.max_row_tokens,

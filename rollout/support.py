@@ -1,14 +1,24 @@
 """Which models the engine refuses, and the reason it gives for each."""
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from rollout.errors import ConfigError, UnsupportedModel
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENDING = {"full_attention", "sliding_attention"}
+_STATEFUL = {"linear_attention", "conv"}
+# Functions by which transformers' recurrent layers mix tokens, and whose work the engine does over
+# states in lanes; then those that such a layer calls only with a cache, or in training.
+_MIXING = {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}
+_IDLE = {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "apply_mask_to_padding_states"}
+_CACHE_METHODS = {"get_conv_state", "update_conv_state", "get_recurrent_state"}
+_CACHE_METHODS |= {"update_recurrent_state", "get_linear_cache"}
 _ROPE_TYPES = {"dynamic", "longrope"}
 _MAX_HEAD_DIM = 256
 
@@ -47,6 +57,33 @@ def towers_of(base: nn.Module) -> list[str]:
     kept = {*(modules[name] for name in above), decoder, head}
     beside = (name for name in modules if name and name.rpartition(".")[0] in above)
     return [name for name in beside if modules[name] not in kept]
+
+
+def attending_layers(base: nn.Module) -> list[int]:
+    """Indices of the decoder layers that attend, and so keep keys and values."""
+    config = text_config_of(base)
+    types = list(getattr(config, "layer_types", None) or ())
+    if not _STATEFUL.intersection(types):
+        return list(range(config.num_hidden_layers))
+    return [index for index, kind in enumerate(types) if kind in _ATTENDING]
+
+
+def mixers_of(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of the recurrent layers whose states the engine can keep."""
+    for name, module in base.named_modules():
+        if hasattr(module, "layer_idx") and _MIXING & _names_in(type(module)):
+            yield name, module
+
+
+def forward_code(kind: type[nn.Module]) -> FunctionType:
+    """The forward of a module's class, without its decorators."""
+    function: Any = inspect.unwrap(kind.forward)
+    return function
+
+
+def _names_in(kind: type[nn.Module]) -> set[str]:
+    """Names of globals and attributes in the code of a class's forward."""
+    return set(getattr(getattr(forward_code(kind), "__code__", None), "co_names", ()))
 
 
 def configs_of(base: nn.Module) -> list[Any]:
@@ -142,14 +179,65 @@ def _reasons(model: nn.Module) -> Iterator[str]:
             "its 8-bit layers (bitsandbytes' Linear8bitLt) search all rows of a batch for "
             "outliers, so a row's output would depend on the other rows; load it in bfloat16"
         )
+    yield from _mixer_reasons(base)
     yield from _attention_reasons(config)
     yield from _position_reasons(base)
     yield from _rope_reasons(config)
     yield from _adapter_reasons(adapters_of(model).values())
-    if not getattr(base, "_supports_attention_backend", False):
+    if not _attends_through_interface(base):
         yield "its attention does not go through transformers' AttentionInterface"
     if "logits_to_keep" not in inspect.signature(type(base).forward).parameters:
         yield "its forward has no `logits_to_keep`, so it computes logits for every token"
+
+
+def _mixer_reasons(base: Any) -> Iterator[str]:
+    """Of layers that are neither attention nor known to keep a state of their row alone."""
+    decoder, types = base.get_decoder(), getattr(text_config_of(base), "layer_types", None) or ()
+    mixers = [module for _, module in mixers_of(decoder)]
+    for kind in dict.fromkeys(type(module) for module in decoder.modules()):
+        if kind not in map(type, mixers) and _CACHE_METHODS & _names_in(kind):
+            yield f"it keeps states in {kind.__name__}, which the engine does not run yet"
+    for kind in dict.fromkeys(map(type, mixers)):
+        if others := ", ".join(sorted(_unknown_functions(kind))):
+            yield f"its {kind.__name__} calls {others}, which the engine does not run yet"
+        elif not _passes_arguments_on(kind):
+            yield f"its {kind.__name__} does not pass arguments on to the functions that mix tokens"
+    stateful = sum(kind in _STATEFUL for kind in types)
+    if stateful != len(mixers):
+        kinds = ", ".join(sorted(_STATEFUL.intersection(types))) or "recurrent"
+        yield f"{stateful} of its layers are {kinds}; the engine knows the code of {len(mixers)}"
+
+
+def _unknown_functions(kind: type[nn.Module]) -> set[str]:
+    """Functions of the mixer's own file, but for classes, that no operator replaces."""
+    code = forward_code(kind)
+    others = {name: code.__globals__.get(name) for name in _names_in(kind) - _MIXING - _IDLE}
+    return {
+        name
+        for name, value in others.items()
+        if getattr(value, "__module__", "") == code.__module__ and not isinstance(value, type)
+    }
+
+
+def _passes_arguments_on(kind: type[nn.Module]) -> bool:
+    """Whether the functions that mix tokens get the forward's `**kwargs`, so our operators do."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(forward_code(kind))))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    mixing = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id in _MIXING]
+    return all(any(keyword.arg is None for keyword in call.keywords) for call in mixing)
+
+
+def _attends_through_interface(base: Any) -> bool:
+    """Whether all attention goes through transformers' AttentionInterface.
+
+    Models with recurrent layers do not say so, so look for it in their code.
+    """
+    decoder = base.get_decoder()
+    if not any(mixers_of(decoder)):
+        return bool(getattr(base, "_supports_attention_backend", False))
+    kinds = [type(module) for module in decoder.modules()]
+    attending = sum("ALL_ATTENTION_FUNCTIONS" in _names_in(kind) for kind in kinds)
+    return attending == len(attending_layers(base))
 
 
 def _adapter_reasons(adapters: Iterable[Any]) -> Iterator[str]:
@@ -165,9 +253,9 @@ def _adapter_reasons(adapters: Iterable[Any]) -> Iterator[str]:
 
 
 def _attention_reasons(config: Any) -> Iterator[str]:
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    others = set(getattr(config, "layer_types", None) or ()) - _ATTENDING - _STATEFUL
     if others:
-        yield f"it has {', '.join(sorted(others))} layers; only full and sliding attention can run"
+        yield f"it has {', '.join(sorted(others))} layers, which the engine does not run yet"
     # Gemma 4 gives its full-attention layers other heads, visible only in `per_layer_config`.
     layers = list(getattr(config, "per_layer_config", None) or [config])
     for name in ("head_dim", "num_key_value_heads"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rollout import EngineConfig, RolloutEngine
 from rollout.kernels.paged_attention import gather_kv
+from rollout.kernels.recurrent.runs import begun
 from rollout.memory.kv_cache import KVCache
 from rollout.runner.forward import Forward
 from rollout.runner.slots import IOSlot
@@ -98,6 +99,42 @@ class HistoryModel:
         weighed = (keys[:, :, 0, 0].long() + 1) * (places * 7 + 3)
         history = (weighed * (places <= positions_T[:, None])).sum(1) % 99_991
         return ((history[:, None] * (torch.arange(self._vocab) + 1) * 31) % 997).float() / 100
+
+
+class HashModel:
+    """A lane's state is a hash of the tokens that it was fed, so logits are exact in any batch.
+
+    A token that is fed twice or to another lane, or a state that is not copied, changes the logits.
+    """
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+
+    def logits(self, tokens_T: Tensor, positions_T: Tensor, rows: Tensor, paged) -> Tensor:
+        state_S = paged.lane_states.conv(0)[:, 0, 0]
+        if paged.segments is not None:
+            tokens = iter(tokens_T.tolist())
+            for slot, start, num_tokens in paged.state_runs:
+                value = int(state_S[slot]) if start else 0
+                for _ in range(num_tokens):
+                    value = self._fed(value, next(tokens))
+                state_S[slot] = value
+            return torch.zeros(0, self._vocab)
+        slots_R = paged.lane_states.slots(paged.lanes_T)
+        history_R = self._fed(begun(state_S[slots_R], positions_T).long(), tokens_T)
+        state_S[slots_R] = history_R.float()
+        numbers_RV = history_R[:, None] * (torch.arange(self._vocab) + 1) * 31
+        return (numbers_RV % 997).float() / 100
+
+    def _fed(self, state: Any, token: Any) -> Any:
+        return (31 * state + token + 1) % 99_991  # exact in float32
+
+
+def with_hash_model(engine: RolloutEngine) -> RolloutEngine:
+    worker = engine.worker
+    model, lanes = HashModel(worker.twin.vocab_size), worker.graphs.forward.lanes
+    worker.graphs.forward = Forward(model, worker.kv_cache, lanes, states=worker.states)
+    return engine
 
 
 def with_history_model(engine: RolloutEngine) -> RolloutEngine:

@@ -12,12 +12,25 @@ NAMES = """
     cwm ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2
     gemma3_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_neox gpt_oss granite granite_swa granitemoe
     granitemoe_swa granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-    iquestcoder jais2 kolibri1 laguna lfm2 llama mellum minimax_m2 minimax_m3_vl_text ministral
+    iquestcoder jais2 kolibri1 laguna llama mellum minimax_m2 minimax_m3_vl_text ministral
     ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
     persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3
     solar_open starcoder2 vaultgemma
 """
-RUN = set(NAMES.split())
+# Hybrids, and what gives each recurrent layers and attention at toy size. They end with a
+# recurrent layer.
+_TYPES = ["linear_attention", "full_attention", "linear_attention"]
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lara_mini": {"layer_types": _TYPES},
+    "lfm2": {"full_attn_idxs": [1]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "lfm3": {},
+    "olmo_hybrid": {"layer_types": _TYPES, "linear_num_key_heads": 4},
+    "qwen3_5_moe_text": {"layer_types": _TYPES},
+    "qwen3_5_text": {"layer_types": _TYPES},
+    "qwen3_next": {"layer_types": _TYPES},
+}
+RUN = {*NAMES.split(), *HYBRIDS}
 # Each family uses some of these names.
 SIZES: dict[str, Any] = {
     "head_dim": 16,
@@ -34,6 +47,8 @@ SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": tiny.VOCAB,
     "n_positions": 256,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
 
 
@@ -47,4 +62,4 @@ def config_of(name: str) -> PreTrainedConfig:
     shape = dict(tiny._SHAPE)
     if not hasattr(usual, "num_key_value_heads"):
         del shape["num_key_value_heads"]
-    return kind(**{**shape, **sizes})
+    return kind(**{**shape, **sizes, **HYBRIDS.get(name, {})})

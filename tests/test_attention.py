@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.errors import UnsupportedModel
 from rollout.memory.kv_cache import KVCache, KVLayout
-from rollout.model.attention import PagedAttention, number_layers, paged_attention_forward
+from rollout.model.attention import PagedAttention, paged_attention_forward
 from rollout.scheduler.batch import Segment
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
@@ -22,8 +22,7 @@ LAYOUT = KVLayout(
 
 def layer() -> nn.Module:
     module = nn.Module()
-    module.layer_idx = 1
-    number_layers(module)
+    module.layer_idx, module.kv_layer, module.mask_window = 1, torch.tensor(1), None
     return module
 
 

@@ -34,9 +34,9 @@ def build(name: str) -> PreTrainedModel:
     return model
 
 
-def largest_gap(model: PreTrainedModel) -> float:
+def largest_gap(model: PreTrainedModel, config: EngineConfig = ENGINE) -> float:
     prompts = tiny.prompts(len(SAMPLING), longest=20, seed=3)
-    with RolloutEngine(model, ENGINE) as engine:
+    with RolloutEngine(model, config) as engine:
         completions = engine.generate(prompts, SAMPLING)
     gaps = []
     for prompt, completion, how in zip(prompts, completions, SAMPLING, strict=True):

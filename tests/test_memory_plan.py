@@ -23,6 +23,8 @@ def plan(config=None, **changes):
         "graphs": GIB // 2,
         "buffers": GIB // 4,
         "workspaces": GIB,
+        "states": 0,
+        "num_lanes": 0,
         "kv_pages": 20 * GIB,
         "num_pages": 320,
         "kv_limit": 90 * GIB,

@@ -47,6 +47,7 @@ class MemoryPlan:
         cast_weights: Second copy of weights, in the dtype that the trainer computes in.
         buffers: State of lanes, and buffers for copies between host and device.
         workspaces: Upper bound of a prefill's activations.
+        states: Recurrent states of `num_lanes` lanes and the trash lane.
         kv_pages: KV pages mapped now.
         kv_limit: Most bytes for KV pages; `None`: no limit.
         page: One KV page.
@@ -59,6 +60,8 @@ class MemoryPlan:
     graphs: int
     buffers: int
     workspaces: int
+    states: int
+    num_lanes: int
     kv_pages: int
     num_pages: int
     kv_limit: int | None
@@ -70,13 +73,13 @@ class MemoryPlan:
     def in_rollout(self) -> int:
         """Bytes that a rollout takes, without the trainer's weights."""
         kept = self.graphs + self.buffers
-        return self.cast_weights + kept + self.workspaces + self.kv_pages
+        return self.cast_weights + kept + self.workspaces + self.states + self.kv_pages
 
     @property
     def between_rollouts(self) -> int:
         """Bytes that training cannot use."""
-        kept = self.kv_pages + self.cast_weights if self.config.kv_keep == "always" else 0
-        return self.graphs + self.buffers + kept
+        kept = self.kv_pages + self.states + self.cast_weights
+        return self.graphs + self.buffers + (kept if self.config.kv_keep == "always" else 0)
 
     @property
     def lines(self) -> list[PlanLine]:
@@ -88,12 +91,18 @@ class MemoryPlan:
             PlanLine("graphs", self.graphs, "CUDA graphs' pool"),
             PlanLine("buffers", self.buffers, "lanes and slots"),
             PlanLine("workspaces", self.workspaces, f"prefill_tokens={self.config.prefill_tokens}"),
+            PlanLine("states", self.states, self._states_remark),
             PlanLine("KV pages", self.kv_pages, self._kv_remark),
             PlanLine("training reserve", reserve, "train_reserve_bytes"),
             PlanLine("sum in a rollout", self.in_rollout, "without the weights"),
             PlanLine("sum between rollouts", self.between_rollouts, kv_keep),
         ]
         return [line for line in lines if line.num_bytes]
+
+    @property
+    def _states_remark(self) -> str:
+        size = self.states / (self.num_lanes + 1) / 2**20
+        return f"{size:.3g} MiB for each of {self.num_lanes} rows, and for padding"
 
     @property
     def _kv_remark(self) -> str:

@@ -20,8 +20,11 @@ from rollout.errors import UnsupportedModel
 from rollout.kernels import cudnn, flash
 from rollout.kernels.custom_op import custom_op
 from rollout.kernels.paged_attention import attend, decode, gather_kv, store_kv
+from rollout.kernels.recurrent.runs import Runs
 from rollout.memory.kv_cache import KVCache
+from rollout.memory.states import States
 from rollout.scheduler.batch import Segment
+from rollout.support import attending_layers
 
 PAGED_ATTENTION = "twinslot_paged"
 
@@ -43,7 +46,8 @@ class PagedAttention:
         segments: Prompt segments to prefill. `None`: decode, one token a row.
         runs_N4: The segments, int64: lane, first packed token, number of tokens, first position.
         exact: Run all prefill attention in our kernel, as the trainer does in exact mode.
-        stored: Layers that have stored their keys and values in the current forward.
+        states: Recurrent states of the lanes, if the model has any.
+        stored: What layers have stored in the current forward: kind and index.
     """
 
     kv_cache: KVCache
@@ -54,7 +58,8 @@ class PagedAttention:
     segments: Sequence[Segment] | None = None
     runs_N4: Tensor | None = None
     exact: bool = False
-    stored: set[int] = field(default_factory=set, compare=False)
+    states: States | None = None
+    stored: set[tuple[str, int]] = field(default_factory=set, compare=False)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -69,6 +74,32 @@ class PagedAttention:
             yield
         finally:
             _active.reset(token)
+
+    def note(self, stored: tuple[str, int]) -> None:
+        """Note what a layer has stored.
+
+        Raises:
+            Prefilled: This was the last of a prefill.
+        """
+        self.stored.add(stored)
+        total = self.kv_cache.layout.num_layers
+        if self.states is not None:
+            total += self.states.layout.num_parts
+        if self.segments is not None and len(self.stored) == total:
+            raise Prefilled
+
+    @property
+    def lane_states(self) -> States:
+        """The recurrent states, for layers that keep one."""
+        assert self.states is not None
+        return self.states
+
+    @property
+    def state_runs(self) -> Runs:
+        """The segments to prefill, by the slots of their states."""
+        assert self.segments is not None
+        slot = self.lane_states.slot
+        return [(slot(part.lane), part.start, len(part.tokens)) for part in self.segments]
 
     def store(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         """Write the keys and values of the packed tokens to their pages."""
@@ -151,10 +182,15 @@ class PagedAttention:
 
 
 class Prefilled(Exception):
-    """Ends a prefill forward as soon as the last layer has stored its keys and values."""
+    """Ends a prefill forward as soon as every layer has stored its keys and values, or state."""
 
 
 _active: ContextVar[PagedAttention] = ContextVar("paged_attention")
+
+
+def active_attention() -> PagedAttention:
+    """What the current forward runs."""
+    return _active.get()
 
 
 def _fake(query_THD: Tensor, *others: Any) -> Tensor:
@@ -184,18 +220,16 @@ def _attend_and_store(
             f"hold {layout.num_kv_heads} of size {layout.head_dim}; generate without the engine"
         )
     index = int(layer)
-    if index in paged.stored:
+    if ("kv", index) in paged.stored:
         raise UnsupportedModel(
             f"layer {index} attends more than once in one forward, as looped models and "
             "differential attention do, but KV pages hold one set of keys and values a layer; "
             "generate without the engine"
         )
-    paged.stored.add(index)
     with torch.autocast(query_THD.device.type, enabled=False):
         states = [states.to(layout.dtype) for states in (query_THD, keys_TKD, values_TKD)]
         paged.store(index, *states[1:])
-        if paged.segments is not None and index == layout.num_layers - 1:
-            raise Prefilled
+        paged.note(("kv", index))
         output = paged.attend(
             index, *states, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )
@@ -208,10 +242,12 @@ def number_layers(base: nn.Module) -> None:
     `kv_layer` is its index in the KV cache, as a CPU tensor: torch.compile would compile every
     layer separately for a Python int. `mask_window` is the sliding window of the trainer's mask.
     """
+    kv_layers = {layer: index for index, layer in enumerate(attending_layers(base))}
     module: Any  # gets attributes that nn.Module does not declare
     for module in base.modules():
-        if isinstance(index := getattr(module, "layer_idx", None), int):
-            module.kv_layer = torch.tensor(index)
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and index in kv_layers:
+            module.kv_layer = torch.tensor(kv_layers[index])
             module.mask_window = _mask_window(getattr(module, "config", None), index)
 
 

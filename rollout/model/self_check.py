@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollout.errors import UnsupportedModel
 from rollout.memory.kv_cache import KVCache
+from rollout.memory.states import States
 from rollout.model.attention import PagedAttention, Prefilled
 from rollout.model.hooks import watched_hooks
 from rollout.model.outputs import Outputs, compared, difference, recorded
@@ -139,7 +140,7 @@ def _run_twin(
     prompts, tokens = [row[:-1] for row in rows], torch.stack([row[-1] for row in rows]).to(device)
     counts = torch.tensor([len(prompt) for prompt in prompts])
     lanes, starts = torch.arange(len(rows)), counts.cumsum(0) - counts
-    pages = _pages(twin, len(rows), page_tokens)
+    pages = _memory(twin, len(rows), page_tokens)
     prefill = PagedAttention(
         **pages,
         exact=exact,
@@ -157,13 +158,18 @@ def _run_twin(
     return outputs
 
 
-def _pages(twin: Twin, num_rows: int, page_tokens: int) -> dict[str, Any]:
-    """A KV cache for the rows alone, and their page table."""
+def _memory(twin: Twin, num_rows: int, page_tokens: int) -> dict[str, Any]:
+    """A KV cache for the rows alone, their page table, and their recurrent states."""
     row_pages = pages_for(max(_LENGTHS), page_tokens)
     cache = KVCache(twin.kv_layout(page_tokens), twin.device)
     cache.grow(1 + num_rows * row_pages)
     ids = 1 + torch.arange(num_rows * row_pages, device=twin.device)
-    return {"kv_cache": cache, "page_table_LP": ids.view(num_rows, row_pages)}
+    states = None
+    if (layout := twin.state_layout()) is not None:
+        states = States(layout, num_rows, twin.device)
+        states.grow(num_rows)
+    table = ids.view(num_rows, row_pages)
+    return {"kv_cache": cache, "page_table_LP": table, "states": states}
 
 
 def _tolerance(twin: Twin) -> float:

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from rollout.exact.linear import InvariantShapes
 from rollout.memory.arena import Arena, PlainArena
 from rollout.memory.kv_cache import KVLayout
+from rollout.memory.states import StateLayout
 from rollout.model.attention import PAGED_ATTENTION, PagedAttention, number_layers
 from rollout.model.clone import Fingerprint, bind, clone, fingerprint, first_change
 from rollout.model.compile import compile_layers, decoder_layers, run_uncompiled
+from rollout.model.mixers import state_layout, use_lanes
 from rollout.model.patches import check_patches
 from rollout.model.replace import replace_modules
 from rollout.model.weights import (
@@ -29,7 +31,14 @@ from rollout.model.weights import (
     reshard,
     whole,
 )
-from rollout.support import adapters_of, base_of, check_placed, configs_of, text_config_of
+from rollout.support import (
+    adapters_of,
+    attending_layers,
+    base_of,
+    check_placed,
+    configs_of,
+    text_config_of,
+)
 from rollout.telemetry.device_time import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -154,12 +163,16 @@ class Twin:
             head = base.get_output_embeddings().weight
             weights = [p for p in weights if p.data_ptr() != head.data_ptr()]
         return KVLayout(
-            num_layers=config.num_hidden_layers,
+            num_layers=len(attending_layers(self._base)),
             page_tokens=page_tokens,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=self._autocast_dtype or weights[0].dtype,
         )
+
+    def state_layout(self) -> StateLayout | None:
+        """Shapes of a lane's recurrent states; `None`: the model has none."""
+        return state_layout(self._base, self.kv_layout(1).dtype)
 
     def refresh(self) -> None:
         """Take the trainer's current weights and adapters: a new policy version.
@@ -248,6 +261,7 @@ class Twin:
         self._base = base = clone(live)
         _configure(base, on_gpu=self.device.type == "cuda")
         number_layers(base)
+        use_lanes(base)
         options = {"float32_head": self._float32_head, "compiled": self.compiled}
         self._replaced = replace_modules(base, self._shapes, **options)
         if self.compiled:

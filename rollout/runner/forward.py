@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.memory.kv_cache import KVCache
+from rollout.memory.states import States
 from rollout.model.attention import PagedAttention, Prefilled
-from rollout.request import Ints
 from rollout.runner.sampling import Filters, kept_mass, sample, sample_among
 from rollout.runner.slots import IOSlot
 from rollout.sampling_params import Draw
-from rollout.scheduler.batch import Segment
+from rollout.scheduler.batch import Batch, Segment
 from rollout.scheduler.pages import TRASH_PAGE
 
 # torch.compile merges dimensions of equal size; no model dimension is 13.
@@ -104,6 +104,7 @@ class Forward:
     Args:
         entropies: Also score each token by the entropy of its distribution.
         kept_mass: Also score it by the probability of all tokens that the filters keep.
+        states: Recurrent states of the lanes, if the model has any.
         exact: Attend as the trainer does in exact mode.
         least_rows: On a GPU, shorter prefills are padded to this many tokens.
     """
@@ -114,12 +115,14 @@ class Forward:
         kv_cache: KVCache,
         lanes: Lanes,
         *,
+        states: States | None = None,
         entropies: bool = False,
         kept_mass: bool = False,
         exact: bool = False,
         least_rows: int = 1,
     ) -> None:
         self.lanes = lanes
+        self._states = states
         self.num_scores = 1 + entropies + kept_mass
         self.least_rows = least_rows
         self._exact = exact
@@ -149,14 +152,18 @@ class Forward:
             segments=segments,
             runs_N4=slot.runs.value,
             exact=self._exact,
+            states=self._states,
         )
         with suppress(Prefilled):  # raised once the last layer's KV is written
             self._model.logits(tokens_T, positions_T, tokens_T[:0], paged)
 
-    def fork(self, copies: Ints) -> None:
-        """Copy partly filled pages of a shared prompt, `(copies, 2)`: source and target page."""
-        for source, target in copies:
+    def fork(self, batch: Batch) -> None:
+        """Copy what rows of a shared prompt cannot share: partly filled pages, recurrent states."""
+        for source, target in batch.copies:
             self._kv_cache.copy_page(int(source), int(target))
+        for source, target in batch.state_copies:
+            assert self._states is not None
+            self._states.copy(int(source), int(target))
 
     def decode(
         self, lanes_R: Tensor, max_context: int, draw: Draw = Draw.PLAIN
@@ -179,6 +186,7 @@ class Forward:
             lanes_T=lanes_R,
             positions_T=positions_R,
             max_context=max_context,
+            states=self._states,
         )
         rows = torch.arange(len(lanes_R), device=lanes_R.device)
         logits_RV = self._model.logits(tokens_R, positions_R, rows, paged)

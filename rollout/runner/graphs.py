@@ -106,8 +106,8 @@ class GraphCache:
             if batch.segments:
                 self.forward.prefill(slot, batch.segments)
                 slot.stamps.prefilled.record(self._streams.compute)
-            # ORDER: after the prefill that fills a page, before a row writes to the copy
-            self.forward.fork(batch.copies)
+            # ORDER: after the prefill that fills a page or a state, before a row writes to the copy
+            self.forward.fork(batch)
             if len(batch.rows):
                 self._decode(slot, batch)
 

@@ -13,6 +13,7 @@ from rollout.exact.setup import LEAST_ROWS, batch_invariant_shapes
 from rollout.memory.arena import available_bytes, max_kv_bytes, open_arena
 from rollout.memory.kv_cache import KVCache
 from rollout.memory.plan import MemoryPlan
+from rollout.memory.states import States
 from rollout.model.projections import groups_of, lay_together
 from rollout.model.self_check import check_twin, is_runnable, run_model
 from rollout.model.twin import Twin
@@ -61,8 +62,8 @@ class Worker:
         compiled = on_gpu if config.compile_layers is None else config.compile_layers
         self.config = config
         self.streams = Streams(device)
-        self._arenas = [open_arena(device, self.streams.wait_for_all) for _ in range(2)]
-        weights, pages = self._arenas
+        self._arenas = [open_arena(device, self.streams.wait_for_all) for _ in range(3)]
+        weights, pages, lane_states = self._arenas
         self.twin = Twin(
             model,
             autocast_dtype,
@@ -79,7 +80,12 @@ class Worker:
         if autocast_dtype is None and param_dtype is not None:
             layout = replace(layout, dtype=param_dtype)  # the trainer casts the weights later
         self.kv_cache = KVCache(layout, device, pages)
-        self.pages_before_sleep = 0
+        self.states: States | None = None
+        if (state_layout := self.twin.state_layout()) is not None:
+            _check_states(config)
+            state_layout = replace(state_layout, conv_dtype=layout.dtype)
+            self.states = States(state_layout, config.max_rows, device, lane_states)
+        self.before_sleep = (0, 0)  # pages, lanes with states
         self.swap = Swap(config, self.kv_cache, self.streams, device)
         self.slots = SlotPair(
             config.num_slots or (2 if on_gpu else 1),
@@ -102,6 +108,7 @@ class Worker:
             self.twin,
             self.kv_cache,
             self.lanes,
+            states=self.states,
             entropies=config.entropies,
             kept_mass=config.kept_mass,
             exact=config.exact,
@@ -130,7 +137,8 @@ class Worker:
         self.check()
         with self.streams.module.stream(self.streams.compute):
             self.lanes.open_filters(demand.draws, self.twin.vocab_size)
-        addresses = (self.kv_cache.address, self.twin.addresses, self.twin.num_builds)
+        states = None if self.states is None else self.states.address
+        addresses = (self.kv_cache.address, states, self.twin.addresses, self.twin.num_builds)
         self.graphs.prepare(demand, addresses)
 
     def check(self) -> None:
@@ -174,27 +182,47 @@ class Worker:
         """Least bytes and operations of a token, with the weights that rollouts read."""
         return Cost.of(self.twin.base, self.twin.kv_layout(page_tokens=1).page_bytes)
 
-    def max_pages(self) -> int | None:
-        """Most KV pages that fit in memory now, the trash page included; `None`: no limit."""
-        kv_bytes = max_kv_bytes(self.config, self.device, self._bytes_for_pages)
-        if kv_bytes is None:
+    def max_pages(self, num_lanes: int = 1) -> int | None:
+        """Most KV pages that fit in memory now, the trash page included; `None`: no limit.
+
+        The states of `num_lanes` lanes are allocated before them.
+        """
+        num_bytes = max_kv_bytes(self.config, self.device, self._bytes_for_rows)
+        if num_bytes is None:
             return None
-        return max(kv_bytes // self.kv_cache.layout.page_bytes, self.kv_cache.num_pages)
+        if self.states is not None:
+            num_bytes -= self.states.bytes_for(max(num_lanes, self.states.num_lanes))
+        return max(num_bytes // self.kv_cache.layout.page_bytes, self.kv_cache.num_pages)
+
+    def lanes_that_fit(self, wanted: int, row_pages: int) -> int:
+        """How many of the lanes leave room for one row of `row_pages` pages. At least 1."""
+        num_bytes = max_kv_bytes(self.config, self.device, self._bytes_for_rows)
+        if self.states is None or num_bytes is None:
+            return wanted
+        num_bytes -= (1 + row_pages) * self.kv_cache.layout.page_bytes
+        fitting = num_bytes // self.states.layout.lane_bytes - 1
+        return max(min(wanted, fitting), self.states.num_lanes, 1)
 
     @property
-    def _bytes_for_pages(self) -> int:
-        """Counts as free for pages: the present pages, less what a rollout has yet to allocate."""
-        return self.kv_cache.num_bytes - self.twin.missing_bytes - self._workspace_bytes
+    def _bytes_for_rows(self) -> int:
+        """Counts as free for pages and states: those present, less what is yet to be allocated."""
+        present = self.kv_cache.num_bytes + (0 if self.states is None else self.states.num_bytes)
+        return present - self.twin.missing_bytes - self._workspace_bytes
 
     @property
     def _workspace_bytes(self) -> int:
         """Upper bound of a prefill's activations: none in a layer is freed before its end."""
         return self.config.prefill_tokens * self.twin.layer_bytes
 
-    def grow(self, num_pages: int) -> None:
-        """Allocate `num_pages` KV pages, the trash page included. Old pages keep their KV."""
+    def grow(self, num_pages: int, num_lanes: int) -> None:
+        """Allocate `num_pages` KV pages, the trash page included, and states of `num_lanes`.
+
+        Old pages and lanes keep what they hold.
+        """
         self.swap.join()
         with self.streams.module.stream(self.streams.compute):
+            if self.states is not None:
+                self.states.grow(num_lanes)
             self.kv_cache.grow(num_pages)
 
     def take_costs(self) -> tuple[int, float]:
@@ -208,12 +236,15 @@ class Worker:
         return all(arena.num_bytes == 0 for arena in self._arenas)
 
     def sleep(self) -> None:
-        """Release the memory of KV pages and cast weights. No row may be running."""
-        self.pages_before_sleep = self.kv_cache.num_pages
+        """Release the memory of KV pages, states and cast weights. No row may be running."""
+        num_lanes = 0 if self.states is None else self.states.num_lanes
+        self.before_sleep = self.kv_cache.num_pages, num_lanes
         with self.streams.module.stream(self.streams.compute):
             # No page table may point to a released page.
             self.lanes.page_table_LP.fill_(TRASH_PAGE)
         self.kv_cache.release()
+        if self.states is not None:
+            self.states.release()
         self.twin.release()
 
     def plan(self) -> MemoryPlan:
@@ -226,11 +257,13 @@ class Worker:
             graphs=self.graphs.pool_bytes,
             buffers=self.lanes.num_bytes + sum(slot.num_bytes for slot in self.slots.slots),
             workspaces=self._workspace_bytes,
+            states=0 if self.states is None else self.states.num_bytes,
+            num_lanes=0 if self.states is None else self.states.num_lanes,
             kv_pages=self.kv_cache.num_bytes,
             num_pages=self.kv_cache.num_pages,
-            kv_limit=max_kv_bytes(self.config, self.device, self._bytes_for_pages),
+            kv_limit=max_kv_bytes(self.config, self.device, self._bytes_for_rows),
             page=self.kv_cache.layout.page_bytes,
-            free=available_bytes(self.device) + self._bytes_for_pages if on_gpu else None,
+            free=available_bytes(self.device) + self._bytes_for_rows if on_gpu else None,
             config=self.config,
         )
 
@@ -267,6 +300,14 @@ class Worker:
                 f"{before.dtype} on {self.device}. If you moved or cast them, make a new engine; "
                 "if `train()` has not cast them yet, generate after it has"
             )
+
+
+def _check_states(config: EngineConfig) -> None:
+    if config.exact:
+        raise UnsupportedModel(
+            "on_policy='exact': its recurrent layers train in chunks and decode token by token, "
+            "whose last bits differ; on_policy='close' runs it"
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

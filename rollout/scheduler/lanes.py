@@ -50,7 +50,8 @@ class LaneTable:
         self.pages = PageAllocator()
         self.prefill_queue = PrefillQueue(STATE_CHUNK if keeps_state else 1)
         self.rows: dict[int, Row] = {}
-        self.free = list(range(num_lanes - 1, -1, -1))
+        self.most = 0
+        self.limit(num_lanes)
         self.num_left = 0
         self.restoring: set[int] = set()  # lanes whose KV is being copied back from the host
         self.row = np.full(num_lanes, NO_ROW, np.int64)
@@ -70,6 +71,12 @@ class LaneTable:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def limit(self, most: int) -> None:
+        """Use only the first lanes. Those in use must be among them."""
+        assert all(lane < most for lane in self.rows)
+        self.most = most
+        self.free = [lane for lane in range(most - 1, -1, -1) if lane not in self.rows]
 
     def running(self) -> Ints:
         """Lanes that can decode in the next batch."""
@@ -198,7 +205,7 @@ class LaneTable:
     def check(self) -> None:
         """Assert that pages and lanes are consistent. Valid between steps."""
         self.pages.check(np.concatenate([self.pages_of(lane) for lane in range(len(self.row))]))
-        assert sorted(self.free) == list(np.flatnonzero(self.row == NO_ROW))
+        assert sorted(self.free) == list(np.flatnonzero(self.row[: self.most] == NO_ROW))
         assert sorted(self.rows) == list(np.flatnonzero(self.row != NO_ROW))
 
 

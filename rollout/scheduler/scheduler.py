@@ -92,14 +92,27 @@ class Scheduler:
             own.append(self.row_pages(row.request) - num_full * is_shared)
             if prompt is not None and is_shared:
                 shared[prompt] = num_full
-        most = self._config.max_rows
+        most = self._lanes.most
         return 1 + sum(sorted(own)[-most:]) + sum(sorted(shared.values())[-most:])
+
+    def longest_row_pages(self) -> int:
+        """Pages of the longest row at full length."""
+        rows = (*self._lanes.rows.values(), *self._waiting)
+        return max((self.row_pages(row.request) for row in rows), default=0)
+
+    def lanes_wanted(self) -> int:
+        """Lanes that the unfinished rows can use at once."""
+        return min(self.num_live + self.num_waiting, self._config.max_rows)
+
+    def limit_lanes(self, most: int) -> None:
+        """Run at most so many rows at once from now on, and until `reset`."""
+        self._lanes.limit(most)
 
     def largest_batch(self) -> Demand:
         """Upper bounds for the decode steps of all unfinished rows."""
         rows = [*self._lanes.rows.values(), *self._waiting]
         return Demand(
-            num_rows=min(len(rows), self._config.max_rows),
+            num_rows=min(len(rows), self._lanes.most),
             max_context=max((row.request.max_tokens for row in rows), default=0),
             draws=frozenset(row.request.sampling.draw for row in rows),
         )
