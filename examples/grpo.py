@@ -37,6 +37,9 @@ class ScriptArguments:
     model: str | None = field(
         default=None, metadata={"help": "Name or folder of a model. Default: a small random model."}
     )
+    model_family: run_length.Family = field(
+        default="qwen3", metadata={"help": "Family of the small random model."}
+    )
     dataset: str | None = field(
         default=None,
         metadata={
@@ -71,7 +74,7 @@ def build_trainer(
     if model is None:
         torch.set_num_threads(1)  # more threads make so small a model slower
         tokenizer = run_length.build_tokenizer()
-        model = run_length.build_model(tokenizer, args.seed)
+        model = run_length.build_model(tokenizer, args.seed, script.model_family)
     if script.dataset is None:
         dataset, reward = run_length.build_dataset(args.seed), run_length.reward
     else:

@@ -1,17 +1,59 @@
 """A tiny task: the model must answer `a*5=` with `aaaaa` and `<eos>`. Nothing is downloaded."""
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 LETTERS = "abcd"
 MAX_COUNT = 20
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
 VOCAB = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *"abcd0123456789*="))}
+
+Family = Literal["qwen3", "qwen3.5", "qwen3.5-moe"]
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(VOCAB),
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.06,  # so small a model hardly learns with the usual 0.02
+}
+_RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "depth": 1,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -32,25 +74,30 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Build a two-layer Qwen3 model with random float32 weights."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, family: Family = "qwen3"
+) -> PreTrainedModel:
+    """Build a two-layer model with random float32 weights.
+
+    Qwen3.5 is the vision-language class that TRL loads; its first layer is recurrent.
+    """
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
+    tokens = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if family == "qwen3":
+        return AutoModelForCausalLM.from_config(Qwen3Config(**_SIZES, **tokens))
+    mixture = family == "qwen3.5-moe"
+    config = AutoConfig.for_model(
+        "qwen3_5_moe" if mixture else "qwen3_5",
+        text_config={**_SIZES, **_RECURRENT, **(_EXPERTS if mixture else {}), **tokens},
+        vision_config=_VISION,
         tie_word_embeddings=True,
-        initializer_range=0.06,  # so small a model hardly learns with the usual 0.02
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        image_token_id=tokenizer.unk_token_id,
     )
-    return Qwen3ForCausalLM(config)
+    return AutoModelForImageTextToText.from_config(config)
 
 
 def build_dataset(seed: int, size: int = 2048) -> Dataset:

@@ -8,11 +8,11 @@ import logging
 import random
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from families import RUN, config_of
+from families import HYBRIDS, RUN, config_of
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -76,6 +76,10 @@ def draw(seed: int, *, compiled: bool | None = None) -> Case:
     )
     if compiled is not None:
         knobs["compile_layers"] = compiled
+    if case.family in HYBRIDS:
+        knobs["on_policy"] = "close"  # exact mode refuses them
+    if case.family == "phimoe":
+        case = replace(case, lora_rank=0)  # PEFT wraps its router, which returns two tensors
     return case
 
 

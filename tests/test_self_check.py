@@ -20,15 +20,23 @@ def open_and_close(model, **knobs):
     RolloutEngine(model, EngineConfig(max_rows=4, page_tokens=4, **knobs)).close()
 
 
-@pytest.mark.parametrize("seed", [*range(18), 305, 435])
+@pytest.mark.parametrize("seed", range(18))
 def test_random_models_pass(seed):
-    """Compiling takes seconds and a C++ compiler, so at most one of them is compiled.
-
-    The last two amplify rounding: their logits differ by more than any fixed tolerance.
-    """
+    """Compiling takes seconds and a C++ compiler, so at most one of them is compiled."""
     case = random_models.draw(seed, compiled=seed == 0 and shutil.which("g++") is not None)
     gaps = random_models.gaps_of(case, case.model())
     assert len(gaps) == 1 + case.knobs["compile_layers"]
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "tolerance"), [("glm", "exact", 0.1), ("granitemoe_swa", "close", 0.5)]
+)
+def test_models_that_amplify_rounding_pass(family, policy, tolerance):
+    """Under bf16 autocast their logits differ by more than rounding explains elsewhere."""
+    knobs = {"on_policy": policy, "compile_layers": False, "fuse_projections": False}
+    case = random_models.Case(family, torch.float32, True, 4, 4.0, knobs)
+    (gap,) = random_models.gaps_of(case, case.model())
+    assert gap > tolerance
 
 
 SHARDED = """
