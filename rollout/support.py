@@ -98,7 +98,9 @@ def configs_of(base: nn.Module) -> list[Any]:
 
 def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and weights of the experts: parameters of 3 dimensions, one matrix per expert."""
-    return ((name, each) for name, each in module.named_parameters() if each.dim() == 3)
+    convs = {id(each.weight) for each in module.modules() if isinstance(each, nn.Conv1d)}
+    weights = module.named_parameters()
+    return ((name, each) for name, each in weights if each.dim() == 3 and id(each) not in convs)
 
 
 def has_layers(name: str, model: nn.Module) -> bool:

@@ -48,7 +48,9 @@ def decode(model, rows, context, bandwidth):
 
         with torch.cuda.stream(engine.streams.compute):
             events = kernel_events(replays)
-    floor = Workload(model, 1, 1, 3, bandwidth).cost.decode_bytes(1, rows * context) / bandwidth
+    floor = (
+        Workload(model, 1, 1, 3, bandwidth).cost.decode_bytes(1, rows, rows * context) / bandwidth
+    )
     share = f"{floor * 1e5 / ms:.1f} % of the floor"
     return f"{rows} rows x {context}: {ms:.3f} ms, {share}\n{table(events, REPEATS)}"
 

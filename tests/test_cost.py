@@ -1,13 +1,17 @@
 """The least cost of tokens, and the share of a GPU's speed that it amounts to."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from test_families import build
 from torch.utils.flop_counter import FlopCounterMode
 
+from rollout import EngineConfig, RolloutEngine
 from rollout.model.twin import Twin
+from rollout.support import experts_of
 from rollout.telemetry.roofline import Cost, contexts, peak_operations
 from trainers.reporting import utilisation
 from trainers.reporting.utilisation import Utilisation
@@ -57,7 +61,27 @@ def test_a_token_meets_its_own_experts_and_a_step_reads_all():
     met = others + 2 * one - vectors - embedding
     assert cost_of(sparse).token_operations == 2 * met
     assert cost_of(sparse).weight_bytes == 4 * (others + 4 * one - embedding)
-    assert cost_of(dense).decode_bytes(3, 5) == 3 * cost_of(dense).weight_bytes + 5 * 2 * 3 * 2 * 64
+    weights = 3 * cost_of(dense).weight_bytes
+    assert cost_of(dense).decode_bytes(3, 4, 5) == weights + 5 * 2 * 3 * 2 * 64
+
+
+def test_a_hybrid_attends_in_some_layers_and_moves_its_states():
+    model = build("qwen3_5_text")
+    twin = Twin(model)
+    cost = Cost.of(model, 10, twin.state_layout().lane_bytes)
+    assert cost.context_operations == 4 * 1 * 4 * 16  # one of three layers attends
+    states = 2 * 4 * 8 * 8 * 4  # layers, heads, values, keys, float32
+    inputs = 2 * (2 * 2 * 8 + 4 * 8) * 3 * 4  # layers, queries, keys and values, taps, float32
+    assert 2 * (states + inputs) <= cost.state_bytes < 2 * (states + inputs + 2 * 256)
+    weights = cost.weight_bytes
+    assert cost.decode_bytes(3, 5, 7) == 3 * weights + 5 * cost.state_bytes + 7 * 10
+    assert cost == worker_cost(model, 10)
+    assert list(experts_of(model)) == []
+
+
+def worker_cost(model, kv_token_bytes):
+    with RolloutEngine(model, EngineConfig(max_rows=2, page_tokens=4)) as engine:
+        return replace(engine.cost(), kv_token_bytes=kv_token_bytes)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_decode_reaches_its_share_of_the_floor(model):
     with opened(model, CONFIG) as engine:
         for rows, context, wanted in SHARES:
             found = step_ms(engine, rows, context)
-            moved = work.cost.decode_bytes(1, rows * context)
+            moved = work.cost.decode_bytes(1, rows, rows * context)
             share = moved / bandwidth * 1e3 / found
             print(f"{rows} rows x {context}: {found:.2f} ms, {share:.1%} (wanted {wanted:.0%})")
             missed += [(rows, context, share)] * (share < wanted)

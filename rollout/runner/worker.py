@@ -180,7 +180,8 @@ class Worker:
 
     def cost(self) -> Cost:
         """Least bytes and operations of a token, with the weights that rollouts read."""
-        return Cost.of(self.twin.base, self.twin.kv_layout(page_tokens=1).page_bytes)
+        lane_bytes = 0 if self.states is None else self.states.layout.lane_bytes
+        return Cost.of(self.twin.base, self.twin.kv_layout(page_tokens=1).page_bytes, lane_bytes)
 
     def max_pages(self, num_lanes: int = 1) -> int | None:
         """Most KV pages that fit in memory now, the trash page included; `None`: no limit.

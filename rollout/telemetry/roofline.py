@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rollout.support import experts_of, text_config_of, towers_of
+from rollout.support import attending_layers, experts_of, text_config_of, towers_of
 
 # Dense bf16 operations a second, from data sheets; the first name that matches is used.
 _PEAKS = {
@@ -64,24 +64,29 @@ def contexts(prompt_tokens: Sequence[int], new_tokens: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a model's tokens cost, with full attention in every layer.
+    """The least that a model's tokens cost, with full attention in every attending layer.
 
     Attributes:
         weight_bytes: Weights that a step reads: all but the input embedding; all experts count.
         kv_token_bytes: Keys and values of one token.
         token_operations: 2 for each weight that a token meets; experts not chosen do not count.
         context_operations: Of one token's attention, for each token in its context: 4 a layer,
-            query head and head dimension.
+            query head and head dimension. Recurrent states do not count.
+        state_bytes: Recurrent states of a row that a decode step reads and writes.
     """
 
     weight_bytes: int
     kv_token_bytes: int
     token_operations: int
     context_operations: int
+    state_bytes: int = 0
 
     @classmethod
-    def of(cls, base: nn.Module, kv_token_bytes: int) -> Self:
-        """Cost of a transformers model, with weights in the dtypes that it has."""
+    def of(cls, base: nn.Module, kv_token_bytes: int, lane_bytes: int = 0) -> Self:
+        """Cost of a transformers model, with weights in the dtypes that it has.
+
+        `lane_bytes` are the recurrent states of one row.
+        """
         model: Any = base
         config, embedding = text_config_of(base), model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
@@ -99,12 +104,18 @@ class Cost:
             weight_bytes=sum(p.nbytes for p in read),
             kv_token_bytes=kv_token_bytes,
             token_operations=int(met - idle),
-            context_operations=4 * config.num_hidden_layers * width,
+            context_operations=4 * len(attending_layers(base)) * width,
+            state_bytes=2 * lane_bytes,
         )
 
-    def decode_bytes(self, steps: int, num_contexts: int) -> int:
-        """Bytes that decoding moves: weights each step, and `num_contexts` tokens' KV."""
-        return steps * self.weight_bytes + num_contexts * self.kv_token_bytes
+    def decode_bytes(self, steps: int, num_tokens: int, num_contexts: int) -> int:
+        """Bytes that decoding moves.
+
+        These are the weights in each step, the state of its row for each new token, and the KV of
+        `num_contexts` tokens.
+        """
+        state = num_tokens * self.state_bytes
+        return steps * self.weight_bytes + state + num_contexts * self.kv_token_bytes
 
     def operations(self, num_tokens: int, num_contexts: int) -> int:
         """Operations of `num_tokens` that attend to `num_contexts` tokens in all."""

@@ -33,6 +33,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
     },
 }
+SHAPES["qwen3.5-9b"] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 LENGTHS = ("fixed", "lognormal")
 MODEL_HELP = f"{', '.join(SHAPES)}, or a Hub name or folder with a config"
 _SIGMA = 0.8  # of log lengths: the middle half spans a factor of 3
@@ -79,14 +93,16 @@ class Workload:
     @cached_property
     def cost(self) -> Cost:
         """The least that its tokens cost."""
-        kv_token_bytes = Twin(self.model).kv_layout(page_tokens=1).page_bytes
-        return Cost.of(base_of(self.model), kv_token_bytes)
+        twin = Twin(self.model)
+        states, kv_token_bytes = twin.state_layout(), twin.kv_layout(page_tokens=1).page_bytes
+        lane_bytes = 0 if states is None else states.lane_bytes
+        return Cost.of(base_of(self.model), kv_token_bytes, lane_bytes)
 
     def floor_s(self, steps: int, row_tokens: Sequence[int] | None = None) -> float:
         """Seconds to move the bytes of decoding; `row_tokens` are the workload's by default."""
         rows = self.row_tokens if row_tokens is None else row_tokens
         read = contexts([self.prompt_tokens] * len(rows), rows)
-        return self.cost.decode_bytes(steps, read) / self.bandwidth
+        return self.cost.decode_bytes(steps, sum(rows), read) / self.bandwidth
 
 
 def build_model(name: str, device: torch.device, lora_rank: int = 0) -> nn.Module:

@@ -13,9 +13,10 @@ class Utilisation:
     """Compares the work that a rollout needed with the GPU's limits. No metrics on a CPU.
 
     gpu_busy: Seconds inside a batch (from events on the stream) / seconds of the rollout.
-    mbu: `(engine_steps * weight_bytes + contexts * kv_token_bytes) / seconds / bandwidth`.
-        `contexts` sums the tokens that each new token attends to. The bandwidth is that of a copy,
-        read and write counted. It is measured here, before the engine allocates memory.
+    mbu: `(engine_steps * weight_bytes + new_tokens * state_bytes + contexts * kv_token_bytes) /
+        seconds / bandwidth`. `contexts` sums the tokens that each new token attends to. The
+        bandwidth is that of a copy, read and write counted. It is measured here, before the engine
+        allocates memory.
     mfu: Operations of new tokens, of distinct prompts and of their attention / seconds / dense bf16
         peak from the GPU's data sheet. Prompt tokens with KV from an earlier turn do not count.
         Absent for GPUs that `peak_operations` does not know.
@@ -39,7 +40,7 @@ class Utilisation:
             return {}
         cost = self._engine.cost()  # not in __init__: training casts and shards after `attach`
         context_tokens = contexts([len(prompt) for prompt in prompts], lengths)
-        moved = cost.decode_bytes(stats.engine_steps, context_tokens)
+        moved = cost.decode_bytes(stats.engine_steps, sum(lengths), context_tokens)
         shares = {
             "rollout/gpu_busy": stats.shares.busy_s / stats.duration_s,
             "rollout/mbu": moved / self._bandwidth / stats.duration_s,
