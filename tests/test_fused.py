@@ -1,4 +1,4 @@
-"""q/k/v and gate/up as one product over the trainer's own storage."""
+"""q/k/v, gate/up and the like as one product over the trainer's own storage."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ import tiny
 import torch
 import trl_trainer
 from peft import LoraConfig, get_peft_model
+from test_families import build
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams
 from rollout.model.projections import groups_of, lay_together
@@ -45,6 +46,15 @@ def test_rollouts_are_on_policy_through_updates(family):
         optimizer.step()
         tiny.assert_on_policy(engine, model)
         assert engine.worker.twin.num_fused == groups * 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+def test_projections_of_recurrent_layers_are_one_product(family):
+    """One product of an attending layer, two of recurrent layers, three of MLPs."""
+    model = build(family)
+    with RolloutEngine(model, FUSED) as engine:
+        assert engine.worker.twin.num_fused == 6
+        tiny.assert_on_policy(engine, model)
 
 
 def test_weights_that_were_pulled_apart_are_separate_products_again():

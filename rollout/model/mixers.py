@@ -18,15 +18,14 @@ from rollout.kernels.custom_op import custom_op
 from rollout.kernels.recurrent import delta_rule, short_conv
 from rollout.memory.states import StateLayout
 from rollout.model.attention import active_attention
+from rollout.model.replace import in_place_of, replace
 from rollout.support import forward_code, mixers_of
 
 
 def use_lanes(base: nn.Module) -> int:
     """Replace the mixers of a twin's tree by ones that keep their states; return their number."""
-    mixers = list(mixers_of(base))
-    for index, (name, mixer) in enumerate(mixers):
-        parent, _, child = name.rpartition(".")
-        setattr(base.get_submodule(parent), child, _on_lanes(mixer, index))
+    mixers = [mixer for _, mixer in mixers_of(base)]
+    replace(base, {mixer: _on_lanes(mixer, index) for index, mixer in enumerate(mixers)})
     return len(mixers)
 
 
@@ -49,13 +48,11 @@ def state_layout(base: nn.Module, dtype: torch.dtype) -> StateLayout | None:
 
 
 def _on_lanes(mixer: nn.Module, index: int) -> nn.Module:
-    """A module over the mixer's parameters and attributes, with the forward of `_lane_class`."""
     kind: Any = _lane_class(type(mixer))  # type: ignore[arg-type]  # mypy: modules are hashable
-    module: Any = kind.__new__(kind)
-    vars(module).update(vars(mixer))  # ALIAS: shares its parameters, which `bind` points anew
+    made: Any = in_place_of(mixer, kind)
     # A tensor, because torch.compile would compile each layer separately for a Python int.
-    module.lane_layer = torch.tensor(index)
-    return module
+    made.lane_layer = torch.tensor(index)
+    return made
 
 
 @cache

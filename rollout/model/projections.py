@@ -1,4 +1,4 @@
-"""Fused projections: one product for q/k/v, and one for gate/up.
+"""Fused projections: one product for layers that read one input, such as q/k/v and gate/up.
 
 One product can read weights that are adjacent in memory, without a copy. The trainer keeps its
 parameters; `lay_together` only moves their storage into one buffer a group. If the layers have LoRA
@@ -19,7 +19,12 @@ from rollout.model.linear import serves, skinny_linear
 logger = logging.getLogger(__name__)
 
 # Names of linear layers in transformers that read the same input.
-_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Qwen3.5's recurrent layers
+    ("in_proj_qkvz", "in_proj_ba"),  # Qwen3-Next's
+)
 
 
 class _Adapter(NamedTuple):
@@ -159,7 +164,7 @@ def lay_together(groups: Iterable[Sequence[nn.Module]]) -> int:
     linears = [[_linear(layer) for layer in layers] for layers in groups]
     moved = [each for each in linears if _are_alike(each) and not _lie_together(each)]
     if moved:
-        text = "fuse_projections: %d groups of weights (q/k/v, gate/up) moved into joint buffers"
+        text = "fuse_projections: %d groups of weights (as q/k/v) moved into joint buffers"
         logger.info(text, len(moved))
     for layers in moved:
         buffer = torch.cat([layer.weight.data for layer in layers])

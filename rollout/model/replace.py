@@ -80,7 +80,7 @@ def replace(base: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> Non
                 setattr(parent, name, replacements[child])
 
 
-def _in_place_of(module: nn.Module, kind: type[Module]) -> Module:
+def in_place_of(module: nn.Module, kind: type[Module]) -> Module:
     """A module of class `kind` with all attributes of `module`: only its methods differ."""
     made = kind.__new__(kind)
     # ALIAS: both modules share the dicts of parameters, buffers and children
@@ -91,21 +91,21 @@ def _in_place_of(module: nn.Module, kind: type[Module]) -> Module:
 def _members(group: ProjectionGroup) -> Iterator[nn.Module]:
     for index, layer in enumerate(group.layers):
         kind: Any = GroupedLinear if isinstance(layer, nn.Linear) else GroupedAdapter
-        made = _in_place_of(layer, kind)
+        made = in_place_of(layer, kind)
         made.group, made.index = group, index
         yield made
 
 
 def _skinny_linears(base: nn.Module) -> Replacements:
     modules = (module for layer in decoder_layers(base) for module in layer.modules())
-    return {each: _in_place_of(each, SkinnyLinear) for each in modules if type(each) is nn.Linear}
+    return {each: in_place_of(each, SkinnyLinear) for each in modules if type(each) is nn.Linear}
 
 
 def _invariant_linears(base: nn.Module, shapes: InvariantShapes) -> Replacements:
     replacements: Replacements = {}
     for layer in base.modules():
         if type(layer) is nn.Linear and shape_of(layer) in shapes:
-            replacements[layer] = made = _in_place_of(layer, BatchInvariantLinear)
+            replacements[layer] = made = in_place_of(layer, BatchInvariantLinear)
             made.library_rows = shapes[shape_of(layer)]
     return replacements
 
@@ -114,9 +114,9 @@ def _float32_head(base: nn.Module) -> Replacements:
     """A float32 head. An embedding that shares its weights still returns the model's dtype."""
     model: Any = base
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    replacements: Replacements = {head: _in_place_of(head, Float32Head)}
+    replacements: Replacements = {head: in_place_of(head, Float32Head)}
     if embedding.weight.data_ptr() == head.weight.data_ptr():
-        replacements[embedding] = made = _in_place_of(embedding, CastEmbedding)
+        replacements[embedding] = made = in_place_of(embedding, CastEmbedding)
         made.embed = embedding.forward
         # The shared weight is float32 by now; all others keep the model's dtype.
         others = (p for p in base.parameters() if p.data_ptr() != head.weight.data_ptr())
