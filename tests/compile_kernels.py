@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from rollout.kernels.batch_invariant_linear_triton import batch_invariant_linear
 from rollout.kernels.paged_attention_triton import attend_runs, decode
+from rollout.kernels.recurrent import delta_rule_triton, short_conv_triton
 from rollout.kernels.rms_norm_triton import rms_norm
 from rollout.kernels.sample_triton import sample
 from rollout.kernels.silu_and_mul_triton import silu_and_mul
@@ -70,7 +71,20 @@ def attend(dtype, heads, kv_heads, dim, page_tokens, **options):
     attend_runs(query, new, runs, with_lse=True, **options)
 
 
+def recurrent(dtype, keys, values, taps):
+    ids, heads = torch.arange(4), torch.zeros(4, 32)
+    query, value = torch.zeros(4, 16, keys, dtype=dtype), torch.zeros(4, 32, values, dtype=dtype)
+    states, inputs = torch.zeros(5, 32, values, keys), torch.zeros(5, 512, taps - 1, dtype=dtype)
+    tokens = query, query, value, heads, heads.to(dtype)
+    delta_rule_triton.decode(*tokens, states, ids, ids, normalised=True)
+    x, weight = torch.zeros(4, 512, dtype=dtype), torch.zeros(512, taps, dtype=dtype)
+    for bias in (None, weight[:, 0].contiguous()):
+        short_conv_triton.decode(x, weight, bias, inputs, ids, ids)
+
+
 def every_kernel():
+    recurrent(BF16, 128, 128, 4)
+    recurrent(torch.float16, 96, 64, 3)
     attend(BF16, 32, 8, 128, 256)
     attend(torch.float16, 12, 4, 96, 64, window=128, sinks_H=torch.zeros(12))
     attend(BF16, 8, 1, 256, 16, softcap=30.0)

@@ -25,7 +25,7 @@ def compiled(*arguments):
 def test_every_kernel_compiles_and_fits():
     launches = compiled()
     assert max(int(shared) for _, shared, _ in launches) <= MOST_SHARED
-    sources = (TESTS.parent / "rollout" / "kernels").glob("*_triton.py")
+    sources = (TESTS.parent / "rollout" / "kernels").rglob("*_triton.py")
     kernels = {
         line.split("(")[0].removeprefix("def ")
         for source in sources

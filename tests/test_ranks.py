@@ -76,7 +76,7 @@ def found_of(name, found_in, folder):
         ("ddp, balanced", "DistributedDataParallel", 1e-5),
         ("fsdp2", "FSDPQwen3ForCausalLM", 1e-5),
         ("fsdp2, lora", "FSDPPeftModel", 0.02),
-        ("fsdp2, qwen3_vl", "FSDPQwen3VLForConditionalGeneration", 1e-5),
+        ("fsdp2, qwen3_5", "FSDPQwen3_5ForConditionalGeneration", 1e-5),
         pytest.param("zero2, balanced", "DeepSpeedEngine", 1e-5, marks=needs_deepspeed),
         pytest.param("zero2, lora", "DeepSpeedEngine", 0.02, marks=needs_deepspeed),
         pytest.param("zero3, balanced", "DeepSpeedEngine", 1e-5, marks=needs_deepspeed),

@@ -3,12 +3,14 @@
 import logging
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import fakes
 import families
 import pytest
 import tiny
 import torch
+from peft import LoraConfig, get_peft_model
 from test_families import build, largest_gap
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
@@ -17,7 +19,11 @@ from rollout.memory.states import StateLayout, States
 from rollout.model.twin import Twin
 from rollout.scheduler.pages import pages_for
 
+pytest.importorskip("triton")
+from rollout.kernels.recurrent import delta_rule_triton, short_conv_triton
+
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = EngineConfig(max_rows=4, page_tokens=4, prefill_tokens=17, num_slots=2)
 EACH = pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
 
@@ -124,6 +130,24 @@ def test_states_go_when_the_engine_sleeps(hybrid, alone):
             assert engine.asleep
             engine.wake()
             assert states.num_bytes == num_bytes
+
+
+@EACH
+def test_padding_rows_leave_every_lane_alone_and_are_finite(family):
+    with RolloutEngine(build(family), CONFIG) as engine:
+        engine.submit([9, 10, 11], SamplingParams(max_new_tokens=4))
+        engine.step()
+        forward, states = engine.worker.graphs.forward, engine.worker.states
+        parts = [states.conv(layer) for layer in range(2)]
+        parts += [states.state(layer) for layer in range(2) if family != "lfm2"]
+        for part in parts:
+            part[0] = torch.nan  # the trash lane's slot
+        before = [part.clone() for part in parts]
+        with torch.no_grad():
+            _, scores = forward.decode(torch.tensor([forward.lanes.trash_lane] * 3), max_context=1)
+        assert scores.isfinite().all()
+        for part, old in zip(parts, before, strict=True):
+            assert torch.equal(part[1:], old[1:])
 
 
 # --- memory
@@ -275,6 +299,15 @@ def test_groups_of_long_prompts_under_preemption_and_new_weights(family):
 
 
 @EACH
+def test_adapters_of_recurrent_layers_run(family):
+    lora = LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
+    model = get_peft_model(build(family), lora)
+    for fuse in (False, True):
+        with RolloutEngine(model, replace(CONFIG, fuse_projections=fuse)) as engine:
+            tiny.assert_on_policy(engine, model)
+
+
+@EACH
 def test_under_autocast_states_have_the_dtypes_that_the_model_computes_in(family):
     twin = Twin(build(family), torch.bfloat16)
     layout = twin.state_layout()
@@ -296,3 +329,99 @@ def test_models_without_states_have_none():
     with RolloutEngine(tiny.build(), CONFIG) as engine:
         assert engine.worker.states is None
         assert engine.worker.plan().states == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", families.HYBRIDS)
+def test_captured_steps_give_the_models_numbers(family, compiled):
+    """With padding rows, groups, preemption and chunks, on a GPU; the reference runs on a CPU."""
+    model = build(family).to(DEVICE)
+    config = replace(CONFIG, page_tokens=16, prefill_tokens=64, compile_layers=compiled)
+    with RolloutEngine(model, config) as engine:
+        size = 14 * engine.worker.kv_cache.layout.page_bytes + engine.worker.states.bytes_for(4)
+    prompts, sampling = groups(5)
+    with RolloutEngine(model, replace(config, kv_bytes=size)) as engine:
+        completions = engine.generate(prompts, sampling)
+        assert engine.num_graphs > 0
+        assert engine.worker.graphs.num_eager == 0
+        assert engine.worker.twin.compiled == compiled
+    model = model.to(CPU)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        wanted = tiny.logprobs(model, prompt, completion.token_ids)
+        assert completion.logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
+
+
+# --- kernels, in Triton's interpreter on a CPU
+
+
+def spread(states):
+    """The same numbers in rows that are further apart, as parts of one product are."""
+    wide = states.new_full((len(states), 3 * states[0].numel()), torch.nan)
+    part = wide[:, : states[0].numel()]
+    part.copy_(states.flatten(1))
+    return part.unflatten(1, states.shape[1:])
+
+
+# Slots out of order, a row at its first token, and two rows of padding.
+SLOTS, POSITIONS = torch.tensor([4, 0, 2, 6, 0, 3]), torch.tensor([7, 0, 3, 0, 0, 1])
+
+
+def pool_of(shape, dtype=torch.float32):
+    pool = torch.randn((8, *shape), generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    pool[[0, 6]] = torch.nan  # the trash lane's, and that of the row at its first token
+    return pool
+
+
+# In bf16 the two may round to neighbours.
+CLOSE = {torch.float32: {"rtol": 0, "atol": 2e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-3}}
+
+
+def assert_kernel_is_its_definition(kernel, definition, inputs, pool):
+    wanted_pool, where = pool.clone(), (SLOTS.to(DEVICE), POSITIONS.to(DEVICE))
+    wanted = definition(*inputs, wanted_pool, *where)
+    output = kernel(*map(spread_rows, inputs), pool, *where)
+    rows = SLOTS > 0
+    torch.testing.assert_close(output[rows], wanted[rows], **CLOSE[output.dtype])
+    assert output.isfinite().all()
+    mine = SLOTS[rows]
+    torch.testing.assert_close(pool[mine], wanted_pool[mine], **CLOSE[pool.dtype])
+    others = torch.tensor([1, 5, 7])
+    assert torch.equal(pool[others], wanted_pool[others])
+    assert pool[0].isnan().all()
+
+
+def spread_rows(each):
+    return spread(each) if isinstance(each, torch.Tensor) and each.dim() == 3 else each
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 16), (1, 3, 24, 40)], ids=str)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_delta_rules_kernel_is_its_definition(dtype, sizes, normalised):
+    key_heads, heads, keys, values = sizes
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, key_heads, keys), (6, key_heads, keys), (6, heads, values))
+    inputs = [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+    inputs.append(-torch.rand((6, heads), generator=generator).to(DEVICE))
+    inputs.append(torch.rand((6, heads), generator=generator).to(DEVICE, dtype))
+    if not normalised:
+        inputs[1] /= 8.0
+    kernel, plain = (
+        partial(each.decode, normalised=normalised) for each in (delta_rule_triton, delta_rule)
+    )
+    assert_kernel_is_its_definition(kernel, plain, inputs, pool_of((heads, values, keys)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [6, 300])
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_short_convolutions_kernel_is_its_definition(dtype, channels, taps, biased):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(6, channels, generator=generator), torch.randn(channels, taps)
+    bias = torch.randn(channels, generator=generator).to(DEVICE, dtype) if biased else None
+    inputs = [x.to(DEVICE, dtype), weight.to(DEVICE, dtype), bias]
+    pool = pool_of((channels, taps - 1), dtype)
+    kernels = short_conv_triton.decode, short_conv.decode
+    assert_kernel_is_its_definition(*kernels, inputs, pool)

@@ -47,10 +47,10 @@ for folder, script, kind, precision in runs:
 
 TRAIN = """
 adapters = LoraConfig(target_modules="all-linear", r=4) if "lora" in kind else None
-model = {"model": wrappers.build("qwen3_vl"), "processing_class": wrappers.processor()}
+model = {"model": wrappers.build("qwen3_5"), "processing_class": wrappers.processor()}
 trainer = trl_trainer.build(
     folder, max_steps=2, bf16=precision == "bf16", peft_config=adapters, use_cpu=on_cpu,
-    **(model if "qwen3_vl" in kind else {}),
+    **(model if "qwen3_5" in kind else {}),
 )
 spread(trainer)
 # Kernels of a GPU take no smaller pages; what compiled layers compute is for other tests.
@@ -183,7 +183,7 @@ TRAININGS = {
     "ddp, balanced": (TRAIN, "ddp, balanced", "no"),
     "fsdp2": (TRAIN, "fsdp2", "no"),
     "fsdp2, lora": (TRAIN, "fsdp2, lora", "bf16"),
-    "fsdp2, qwen3_vl": (TRAIN, "fsdp2, qwen3_vl", "no"),
+    "fsdp2, qwen3_5": (TRAIN, "fsdp2, qwen3_5", "no"),
     "ddp learns": (LEARN, "ddp", "no"),
     "fsdp2 learns": (LEARN, "fsdp2", "no"),
 }
@@ -228,7 +228,7 @@ def check_training(results, kind, wrapper, most):
         assert each["wrapper"] == wrapper
         assert each["gap"] < most
         assert (each["shadow"] > 0) == kind.startswith(("fsdp2", "zero3"))
-        assert each["whole"] < 0.9 or "qwen3_vl" not in kind  # its vision tower is not gathered
+        assert each["whole"] < 0.9 or "qwen3_5" not in kind  # its vision tower is not gathered
         assert each["ranks"] == 2
         assert each["counted"] == first["own"] + second["own"]
     assert first["weights"] == second["weights"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -93,6 +94,11 @@ class PagedAttention:
         """The recurrent states, for layers that keep one."""
         assert self.states is not None
         return self.states
+
+    @cached_property
+    def slots_T(self) -> Tensor:
+        """Slot of each token's state, int64."""
+        return self.lane_states.slots(self.lanes_T)
 
     @property
     def state_runs(self) -> Runs:

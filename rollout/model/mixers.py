@@ -22,11 +22,10 @@ from rollout.model.replace import in_place_of, replace
 from rollout.support import forward_code, mixers_of
 
 
-def use_lanes(base: nn.Module) -> int:
-    """Replace the mixers of a twin's tree by ones that keep their states; return their number."""
-    mixers = [mixer for _, mixer in mixers_of(base)]
-    replace(base, {mixer: _on_lanes(mixer, index) for index, mixer in enumerate(mixers)})
-    return len(mixers)
+def use_lanes(base: nn.Module) -> None:
+    """Replace the mixers of a twin's tree by ones that keep their states."""
+    mixers = enumerate(mixer for _, mixer in mixers_of(base))
+    replace(base, {mixer: _on_lanes(mixer, index) for index, mixer in mixers})
 
 
 def state_layout(base: nn.Module, dtype: torch.dtype) -> StateLayout | None:
@@ -94,10 +93,16 @@ def _lane_conv(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, layer: Te
     with torch.autocast(x_TC.device.type, enabled=False):
         bias_C = None if bias_C is None else bias_C.to(x_TC.dtype)
         inputs = x_TC, weight_CK.to(x_TC.dtype), bias_C, states.conv(index)
-        if paged.segments is None:
-            output = short_conv.decode(*inputs, states.slots(paged.lanes_T), paged.positions_T)
-        else:
+        if paged.segments is not None:
             output = short_conv.prefill(*inputs, paged.state_runs)
+        elif x_TC.is_cuda:
+            from rollout.kernels.recurrent import (
+                short_conv_triton,
+            )  # Triton may be missing on a CPU
+
+            output = short_conv_triton.decode(*inputs, paged.slots_T, paged.positions_T)
+        else:
+            output = short_conv.decode(*inputs, paged.slots_T, paged.positions_T)
     paged.note(("conv", index))
     return output.contiguous()
 
@@ -117,11 +122,15 @@ def _lane_delta_rule(
     states = paged.lane_states
     inputs = query_TGK, key_TGK, value_THV, decay_TH, beta_TH, states.state(index)
     with torch.autocast(value_THV.device.type, enabled=False):
-        if paged.segments is None:
-            where = states.slots(paged.lanes_T), paged.positions_T
-            output = delta_rule.decode(*inputs, *where, normalised=normalised)
-        else:
+        where = paged.slots_T, paged.positions_T
+        if paged.segments is not None:
             output = delta_rule.prefill(*inputs, paged.state_runs, normalised=normalised)
+        elif value_THV.is_cuda:
+            from rollout.kernels.recurrent import delta_rule_triton  # as above
+
+            output = delta_rule_triton.decode(*inputs, *where, normalised=normalised)
+        else:
+            output = delta_rule.decode(*inputs, *where, normalised=normalised)
     paged.note(("state", index))
     return output.contiguous()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollout.kernels.recurrent.runs import Runs, begun, first_state
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 def decode(
@@ -52,7 +52,7 @@ def decode(
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
 
 
 def prefill(
