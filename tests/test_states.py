@@ -101,6 +101,21 @@ def test_rows_that_come_and_go_meanwhile_leave_the_others_alone(hybrid, alone):
                 assert (done[row].token_ids, done[row].logprobs) == wanted
 
 
+def test_a_row_in_a_high_lane_stays_there_when_others_come(hybrid):
+    with fakes.with_hash_model(RolloutEngine(hybrid, CONFIG)) as engine:
+        lengths = [SamplingParams(max_new_tokens=n) for n in (1, 1, 1, 9)]
+        engine.submit_all([[9], [10], [11], [12]], lengths)
+        for _ in range(4):
+            engine.step()
+        assert engine.num_live == 1
+        engine.submit([13], SamplingParams(max_new_tokens=2))
+        engine.scheduler.check()
+        done = []
+        while engine.busy:
+            done += engine.step()
+        assert sorted(len(each.token_ids) for each in done) == [2, 9]
+
+
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_a_pause_keeps_states_or_computes_them_again(hybrid, alone, kv):
     engine = fakes.with_hash_model(RolloutEngine(hybrid, CONFIG))

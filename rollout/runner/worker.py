@@ -196,13 +196,16 @@ class Worker:
         return max(num_bytes // self.kv_cache.layout.page_bytes, self.kv_cache.num_pages)
 
     def lanes_that_fit(self, wanted: int, row_pages: int) -> int:
-        """How many of the lanes leave room for one row of `row_pages` pages. At least 1."""
+        """How many of the lanes leave room for one row of `row_pages` pages.
+
+        At least 1, and all that have states by now.
+        """
+        assert self.states is not None
         num_bytes = max_kv_bytes(self.config, self.device, self._bytes_for_rows)
-        if self.states is None or num_bytes is None:
-            return wanted
-        num_bytes -= (1 + row_pages) * self.kv_cache.layout.page_bytes
-        fitting = num_bytes // self.states.layout.lane_bytes - 1
-        return max(min(wanted, fitting), self.states.num_lanes, 1)
+        if num_bytes is not None:
+            num_bytes -= (1 + row_pages) * self.kv_cache.layout.page_bytes
+            wanted = min(wanted, num_bytes // self.states.layout.lane_bytes - 1)
+        return max(wanted, self.states.num_lanes, 1)
 
     @property
     def _bytes_for_rows(self) -> int:
