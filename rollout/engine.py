@@ -92,7 +92,7 @@ class RolloutEngine:
         self._recorder = Recorder(self.scheduler, meter, page_bytes)
         self.observer = Observers(self._recorder)
         self._show_plan = show_plan or logger.info
-        self._planned = self._paused = self._closed = self._warned = False
+        self._planned = self._paused = self._closed = self._said_fewer_lanes = False
         self.streams.take_over()
         try:
             self.worker.check()
@@ -532,8 +532,8 @@ class RolloutEngine:
             return 0
         wanted = self.scheduler.lanes_wanted()
         fitting = self.worker.lanes_that_fit(wanted, self.scheduler.longest_row_pages())
-        if fitting < wanted and not self._warned:
-            self._warned = True
+        if fitting < wanted and not self._said_fewer_lanes:
+            self._said_fewer_lanes = True
             size = self.worker.states.layout.lane_bytes / 2**20
             text = "%d of %d rows run at once: each keeps a state of %.1f MiB"
             logger.warning(text, fitting, wanted, size)

@@ -82,7 +82,7 @@ class Worker:
         self.kv_cache = KVCache(layout, device, pages)
         self.states: States | None = None
         if (state_layout := self.twin.state_layout()) is not None:
-            _check_states(config)
+            _refuse_exact(config)
             state_layout = replace(state_layout, conv_dtype=layout.dtype)
             self.states = States(state_layout, config.max_rows, device, lane_states)
         self.before_sleep = (0, 0)  # pages, lanes with states
@@ -306,7 +306,7 @@ class Worker:
             )
 
 
-def _check_states(config: EngineConfig) -> None:
+def _refuse_exact(config: EngineConfig) -> None:
     if config.exact:
         raise UnsupportedModel(
             "on_policy='exact': its recurrent layers train in chunks and decode token by token, "
