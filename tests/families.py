@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def config_of(name: str) -> PreTrainedConfig:
+def config_of(name: str, **changes: Any) -> PreTrainedConfig:
     usual = AutoConfig.for_model(name)
     kind = type(usual)
     known = {*inspect.signature(kind.__init__).parameters, *kind.__annotations__}
@@ -62,4 +62,4 @@ def config_of(name: str) -> PreTrainedConfig:
     shape = dict(tiny._SHAPE)
     if not hasattr(usual, "num_key_value_heads"):
         del shape["num_key_value_heads"]
-    return kind(**{**shape, **sizes, **HYBRIDS.get(name, {})})
+    return kind(**{**shape, **sizes, **HYBRIDS.get(name, {}), **changes})

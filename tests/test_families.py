@@ -1,5 +1,7 @@
 """Each causal language model of transformers matches its own forward at toy size, or is refused."""
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
@@ -16,9 +18,9 @@ MOST_PARAMETERS = 30_000_000
 
 
 @torch.no_grad()
-def build(name: str) -> PreTrainedModel:
+def build(name: str, **changes: Any) -> PreTrainedModel:
     """A random model in which every parameter has an effect."""
-    config = config_of(name)
+    config = config_of(name, **changes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     check_model(model)

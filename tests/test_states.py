@@ -12,6 +12,7 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from test_families import build, largest_gap
+from torch._dynamo.utils import counters
 
 from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
 from rollout.kernels.recurrent import delta_rule, short_conv
@@ -293,6 +294,17 @@ def test_compiled_layers_give_the_models_numbers(family):
     torch.compiler.reset()
     engine = replace(CONFIG, compile_layers=True, max_rows=3)
     assert largest_gap(build(family), engine) < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_recurrent_layers_share_one_compilation_and_attending_layers_another():
+    torch.compiler.reset()
+    counters.clear()
+    types = ["linear_attention", "full_attention"] * 4
+    model = build("qwen3_5_text", layer_types=types, num_hidden_layers=8)
+    assert largest_gap(model, replace(CONFIG, compile_layers=True)) < 2e-5
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @EACH
