@@ -276,6 +276,18 @@ def test_the_delta_rule_is_its_definition_prefilled_and_decoded():
     assert pool[:2].isnan().all()
 
 
+@pytest.mark.parametrize(("spec", "count"), [(None, 1), ("found", 0)])
+def test_a_missing_fla_is_said_once(caplog, monkeypatch, spec, count):
+    monkeypatch.setattr(delta_rule, "find_spec", lambda name: spec)
+    delta_rule.warn_without_fla.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            delta_rule.warn_without_fla()
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == count
+    assert all("pip install fla-core einops" in message for message in messages)
+
+
 def test_a_first_token_begins_from_zeros_whatever_the_slot_holds():
     inputs, pool = delta_inputs(1), torch.full((2, 4, 6, 8), torch.nan)
     place = torch.tensor([1]), torch.tensor([0])

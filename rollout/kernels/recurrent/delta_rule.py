@@ -12,10 +12,16 @@ that a program which owns some values reads memory in one piece. States are floa
 position 0 begins from zeros, whatever its slot holds.
 """
 
+import logging
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
 from rollout.kernels.recurrent.runs import Runs, begun, first_state
+
+logger = logging.getLogger(__name__)
 
 EPSILON = 1e-6
 
@@ -51,6 +57,16 @@ def decode(
     return (state * query[:, :, None]).sum(-1).to(value_RHV.dtype)
 
 
+@cache
+def warn_without_fla() -> None:
+    """Say once what makes prefill fast, unless it is there."""
+    if find_spec("fla") is None:
+        logger.warning(
+            "fla-core is not installed: prompts run through recurrent layers in plain torch "
+            "(correct, but slower); pip install fla-core einops"
+        )
+
+
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
 
@@ -66,7 +82,12 @@ def prefill(
     *,
     normalised: bool,
 ) -> Tensor:
-    """Feed the packed tokens of `runs` in chunks, as trainers do; arguments as in `decode`."""
+    """Feed the packed tokens of `runs` in chunks, as trainers do; arguments as in `decode`.
+
+    On a GPU transformers takes fla's kernel for it, if that is installed.
+    """
+    if value_THV.is_cuda:
+        warn_without_fla()
     # It takes seconds to import, and only models with such layers need it.
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
