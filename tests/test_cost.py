@@ -8,11 +8,14 @@ import tiny
 import torch
 from test_families import build
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import EngineConfig, RolloutEngine
+from rollout.model.mixers import state_layout
 from rollout.model.twin import Twin
-from rollout.support import experts_of
+from rollout.support import attending_layers, experts_of
 from rollout.telemetry.roofline import Cost, contexts, peak_operations
+from rollout.tools.workload import SHAPES
 from trainers.reporting import utilisation
 from trainers.reporting.utilisation import Utilisation
 
@@ -77,6 +80,16 @@ def test_a_hybrid_attends_in_some_layers_and_moves_its_states():
     assert cost.decode_bytes(3, 5, 7) == 3 * weights + 5 * cost.state_bytes + 7 * 10
     assert cost == worker_cost(model, 10)
     assert list(experts_of(model)) == []
+
+
+def test_a_state_of_the_9b_shape_is_worth_1572_tokens():
+    """Sizes of the design: 24 layers of 2 MiB and 48 KiB each; 32 KiB of KV a token."""
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**SHAPES["qwen3.5-9b"])
+        model = AutoModelForCausalLM.from_config(config)
+    state = state_layout(model, torch.bfloat16).lane_bytes
+    assert state == 24 * (2 * 2**20 + 48 * 2**10)
+    assert state // (2 * 2 * 4 * 256 * len(attending_layers(model))) == 1572
 
 
 def worker_cost(model, kv_token_bytes):
