@@ -26,7 +26,6 @@ _ABSENT = {
     "vllm_max_model_length": None,
     "mask_truncated_completions": False,
     "use_transformers_continuous_batching": False,
-    "_is_vlm": False,
 }
 
 
