@@ -128,8 +128,8 @@ class EngineConfig:
     fuse_projections: bool | None = field(
         default=None,
         metadata={
-            "help": "When the engine starts, move the weights of q/k/v into one buffer and those "
-            "of gate/up into another, and compute each as one matrix product. Parameters, values "
+            "help": "When the engine starts, move the weights of layers with one input (q/k/v, "
+            "gate/up) into one buffer and compute them as one matrix product. Parameters, values "
             "and checkpoints stay the same. None: on a GPU, unless FSDP or DeepSpeed will shard or "
             "cast the weights; their gathered copies are fused in any case."
         },

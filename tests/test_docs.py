@@ -6,8 +6,10 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
+import families
 import grpo
 import pytest
+import wrappers
 from trl import GRPOConfig, TrlParser
 
 from rollout.telemetry.gpu_counters import GPM_SHARES, NVML_SHARE
@@ -139,3 +141,9 @@ def test_arguments_of_the_benchmark_are_known(page):
     for arguments in re.findall(r"python -m rollout bench ([^`\n]*)", page.read_text()):
         known = [word for word in shlex.split(arguments, comments=True) if word != "NAME"]
         bench._parser().parse_args([w for w in known if w != "--model" or "NAME" not in arguments])
+
+
+def test_the_numbers_of_models_are_those_that_tests_run():
+    rows = re.findall(r"^\|.*\| (\d+) \|.*\|$", section(ROOT / "README.md", "Which models"), re.M)
+    dense = len(families.RUN) - len(families.HYBRIDS)
+    assert list(map(int, rows)) == [dense, len(families.HYBRIDS), len(wrappers.RUN)]

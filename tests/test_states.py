@@ -174,9 +174,7 @@ def test_fewer_rows_run_at_once_where_their_states_do_not_fit(hybrid, alone, cap
         page, states = engine.worker.kv_cache.layout.page_bytes, engine.worker.states
         tokens = [len(p) + how.max_new_tokens - 1 for p, how in zip(*groups(5), strict=True)]
         size = (1 + pages_for(max(tokens), 4)) * page + states.bytes_for(2)
-    engine = fakes.with_hash_model(
-        RolloutEngine(hybrid, replace(CONFIG, kv_bytes=size), show_plan=print)
-    )
+    engine = fakes.with_hash_model(RolloutEngine(hybrid, replace(CONFIG, kv_bytes=size)))
     with caplog.at_level(logging.WARNING), engine:
         for _ in range(2):
             completions = engine.generate(*groups(5))

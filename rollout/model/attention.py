@@ -76,8 +76,8 @@ class PagedAttention:
         finally:
             _active.reset(token)
 
-    def note(self, stored: tuple[str, int]) -> None:
-        """Note what a layer has stored.
+    def mark_stored(self, stored: tuple[str, int]) -> None:
+        """Record that a layer has stored its keys and values, or a state: kind and index.
 
         Raises:
             Prefilled: This was the last of a prefill.
@@ -235,7 +235,7 @@ def _attend_and_store(
     with torch.autocast(query_THD.device.type, enabled=False):
         states = [states.to(layout.dtype) for states in (query_THD, keys_TKD, values_TKD)]
         paged.store(index, *states[1:])
-        paged.note(("kv", index))
+        paged.mark_stored(("kv", index))
         output = paged.attend(
             index, *states, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )

@@ -103,7 +103,7 @@ def _lane_conv(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, layer: Te
             output = short_conv_triton.decode(*inputs, paged.slots_T, paged.positions_T)
         else:
             output = short_conv.decode(*inputs, paged.slots_T, paged.positions_T)
-    paged.note(("conv", index))
+    paged.mark_stored(("conv", index))
     return output.contiguous()
 
 
@@ -131,7 +131,7 @@ def _lane_delta_rule(
             output = delta_rule_triton.decode(*inputs, *where, normalised=normalised)
         else:
             output = delta_rule.decode(*inputs, *where, normalised=normalised)
-    paged.note(("state", index))
+    paged.mark_stored(("state", index))
     return output.contiguous()
 
 

@@ -37,9 +37,10 @@ class LaneTable:
     """The rows in lanes, their pages and their prompts.
 
     Arrays are indexed by lane, `(lanes,)`. A free lane has zeros and `NO_ROW`. The page tables are
-    `(lanes, max_row_pages)`. `num_left` counts the rows that have left a lane so far.
+    `(lanes, max_row_pages)`. `num_left` counts the rows that have left a lane so far. Rows use the
+    first `most` lanes.
 
-    If the model `keeps_state`, KV pages alone do not let a row begin in the middle.
+    If the model `keeps_state`, a row cannot start from KV pages alone, so no prefix is cached.
     """
 
     def __init__(

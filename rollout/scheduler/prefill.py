@@ -42,7 +42,8 @@ class PrefillQueue:
     """The prompts of the rows in lanes and the state of their prefill.
 
     Args:
-        part_tokens: A part of a prompt ends at a multiple of this many tokens.
+        part_tokens: Part of a prompt, if the rest waits for the next step, ends at a multiple of
+            this many tokens.
     """
 
     def __init__(self, part_tokens: int = 1) -> None:
@@ -130,7 +131,7 @@ class PrefillQueue:
         if budget <= most // 2:
             return prefill.start
         last = end - end % self._part_tokens
-        if last <= prefill.start:  # no part is that short, unless no step takes more
+        if last <= prefill.start:  # it would end within a chunk: wait, unless a step is that short
             return end if budget == most else prefill.start
         return last
 

@@ -1,1 +1,1 @@
-"""Layers whose state is fed one token after the other, over lanes of states."""
+"""Kernels of recurrent layers, whose state takes in one token after the other."""

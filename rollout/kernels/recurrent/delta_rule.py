@@ -7,8 +7,8 @@ A token's output is the new state times its query, and the new state is
 
     exp(g) state + beta (v - exp(g) state k) k^T
 
-(Yang et al., Gated Delta Networks, 2024). A state is `(H, V, K)`: the value index comes first, so
-that a program which owns some values reads memory in one piece. States are float32. A row at
+(Yang et al., Gated Delta Networks, 2024). A state is `(H, V, K)`, float32: the value index comes
+first, because a kernel's program computes some of the values and so reads adjacent memory. A row at
 position 0 begins from zeros, whatever its slot holds.
 """
 
@@ -43,6 +43,8 @@ def decode(
     Args:
         decay_RH: `g`, the logarithm of the state's decay, at most 0.
         states_SHVK: float32, written in place.
+        slots_R: Slot of each row, int64.
+        positions_R: Position of each token in its row, int64.
         normalised: Divide queries and keys by their length.
     """
     query, key, value = (each.float() for each in (query_RGK, key_RGK, value_RHV))

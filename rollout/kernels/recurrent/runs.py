@@ -1,4 +1,4 @@
-"""Where the rows of a step find their recurrent states."""
+"""Runs of prompt tokens, and the states from which rows start."""
 
 from collections.abc import Sequence
 
