@@ -13,7 +13,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModel
+from rollout import (
+    EngineConfig,
+    RolloutEngine,
+    SamplingParams,
+    UnsupportedModel,
+    UnsupportedTrainer,
+)
 from rollout.model.compile import decoder_layers
 from rollout.model.twin import Twin
 from rollout.support import mixers_of, towers_of
@@ -157,8 +163,7 @@ def test_a_batch_with_images_is_refused_before_anything_runs(tmp_path):
         tmp_path, model=wrappers.build("gemma3"), processing_class=wrappers.processor()
     )
     generator = trl_trainer.attach(trainer)
-    ran = []
-    generator._rollout = lambda *args, **kwargs: ran.append(args)
-    with pytest.raises(Exception, match="this batch has images, and the engine runs text alone"):
+    message = "this batch has images, and the engine runs text alone"
+    with pytest.raises(UnsupportedTrainer, match=message):
         generator.generate([[9, 10]] * 4, [["image"], None, None, None], 4)
-    assert not ran
+    assert generator.engine.stats.engine_steps == 0
